@@ -78,7 +78,12 @@ def main() -> None:
     results: list[tuple[str, Summary, Metrics]] = []
     rows: list[dict[str, Any]] = []
     for setting in settings:
-        control = replace(config.control, policy=setting.policy, rescheduling=setting.rescheduling)
+        control = replace(
+            config.control,
+            policy=setting.policy,
+            rescheduling=setting.rescheduling,
+            priority_headroom=setting.priority_headroom,
+        )
         with _records(args.records, setting.name) as records, showing(setting.name, len(arrivals)) as progress:
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             summary, metrics = run(replace(config, control=control), arrivals, records, progress)

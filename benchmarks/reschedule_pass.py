@@ -20,6 +20,7 @@ from rich.table import Table
 
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table as ClusterTable
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import View
@@ -41,7 +42,8 @@ def measure_pass(num_instances: int, passes: int = PASSES) -> float:
 
 def _durations_ms(num_instances: int, passes: int, *, even: bool = False) -> list[float]:
     config, view = Config(), _cluster(num_instances, even)
-    table, history, policies = standard_table(InFlight()), History(config), load_policies(config)
+    table = standard_table(InFlight(), StepModels(time.monotonic))
+    history, policies = History(config), load_policies(config)
     view.observe(table)
     durations = []
     for _ in range(passes):

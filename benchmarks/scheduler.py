@@ -41,6 +41,7 @@ from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest, StepSa
 from llumsched.causes import Cause
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table as ClusterTable
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import View
@@ -207,7 +208,8 @@ def decide(instances: int, num_decisions: int, updates: float, num_dead: int, *,
             cluster.arrive(*on_their_way.popleft())
     all_of_it = (decisions, updates_made, questions)
     wall_s = sum(sum(times.wall_s) for times in all_of_it)
-    full_view, full_table = _Cluster(instances, is_full=True).view, standard_table(InFlight())
+    full_view = _Cluster(instances, is_full=True).view
+    full_table = standard_table(InFlight(), StepModels(time.monotonic))
     full_view.observe(full_table)
     full = _passes(full_view, full_table)
     passes = _passes(cluster.view, dispatcher.table)

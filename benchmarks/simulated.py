@@ -99,6 +99,8 @@ class Setting:
     """The policy of dispatch."""
     rescheduling: ReschedulingConfig | None = None
     """The rescheduler's settings. None: nothing moves."""
+    priority_headroom: float | None = None
+    """In place of the built-in one, for dispatch and rescheduling alike."""
 
 
 def share(text: str) -> float:
@@ -133,7 +135,12 @@ def read_setting(text: str, common: argparse.Namespace | None = None) -> Setting
     _, config = rescheduling.prepare(reading)
     if reading.faults:
         raise ValueError(f"setting {text!r}: {'; '.join(reading.faults)}")
-    return Setting(name=name if equals else text, policy=policy, rescheduling=config if has_moves else None)
+    return Setting(
+        name=name if equals else text,
+        policy=policy,
+        rescheduling=config if has_moves else None,
+        priority_headroom=config.priority_headroom,
+    )
 
 
 class _Parser(argparse.ArgumentParser):

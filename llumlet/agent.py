@@ -59,7 +59,8 @@ class Operator(Protocol):
 
 
 class Destination(Protocol):
-    """Service `llumlet.Peer`: what the source of a move asks of us, idempotent; and `adopt`, an origin's call."""
+    """Service `llumlet.Peer`: what the source of a move asks of us, idempotent; and what an origin does, `adopt`
+    and `cached_prefix`."""
 
     async def reserve(self, request: types.ReserveRequest) -> types.ReserveResponse: ...
 
@@ -84,6 +85,10 @@ class Destination(Protocol):
 
         `given_up` is set when the caller does not wait any more: it asks somebody else then, so nothing should begin.
         """
+        ...
+
+    async def cached_prefix(self, request: types.CachedPrefixRequest) -> types.CachedPrefixResponse:
+        """How much of a request the prefix cache holds: an origin asks several, and waits for none of them for long."""
         ...
 
     async def claim(self, request: types.ClaimRequest) -> types.ClaimResponse:

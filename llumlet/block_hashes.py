@@ -47,5 +47,14 @@ def adapter_mask(name: str) -> int:
     return int.from_bytes(_digest(b"adapter\0" + name.encode(errors="surrogatepass")), "little") if name else 0
 
 
+def held_names(token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> bytes:
+    """Names of the full blocks of `token_ids`, as they are on the wire, under which an engine holds them that computes
+    them with this adapter. Raises OverflowError for what is no token id."""
+    names, mask = chain(token_ids, block_size, root_of(block_size, salt)), adapter_mask(adapter)
+    if mask:
+        names = ((int.from_bytes(name, "little") ^ mask).to_bytes(HASH_BYTES, "little") for name in names)
+    return b"".join(names)
+
+
 def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()

@@ -34,7 +34,7 @@ class Deadlines:
     """Seconds from the call to its answer, per kind of call."""
 
     read: float = 5.0
-    """Status, metadata, list of requests."""
+    """Status, metadata, list of requests, and how much of one is cached."""
     act: float = 5.0
     """Abort, and calling moves off."""
     move: float = 600.0
@@ -171,6 +171,11 @@ class LlumletClient:
 
     async def adopt(self, request: types.AdoptRequest, *, deadline_s: float | None = None) -> types.AdoptResponse:
         return await self._answer(self._peer.Adopt, request, deadline_s or self._deadlines.reserve)
+
+    async def cached_prefix(
+        self, request: types.CachedPrefixRequest, *, deadline_s: float | None = None
+    ) -> types.CachedPrefixResponse:
+        return await self._answer(self._peer.CachedPrefix, request, deadline_s or self._deadlines.read)
 
     async def claim(self, request: types.ClaimRequest, *, deadline_s: float | None = None) -> types.ClaimResponse:
         return await self._answer(self._peer.Claim, request, deadline_s or self._deadlines.settle)

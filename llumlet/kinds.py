@@ -140,6 +140,11 @@ def several(kind: Kind[T], metavar: str) -> Kind[tuple[T, ...]]:
     return Kind(read, metavar)
 
 
+def repeatable(kind: Kind[T]) -> Kind[T]:
+    """A list with commas that may be given several times: the lists are one."""
+    return Kind(lambda texts: kind.read(",".join(texts)), kind.metavar, repeated=True)
+
+
 def file(check: Callable[[str], object]) -> Kind[str]:
     """A path, of whose file `check` says by ValueError that it cannot be used."""
 

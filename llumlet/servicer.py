@@ -197,6 +197,10 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
             given_up.set()
             raise
 
+    async def CachedPrefix(self, request: types.CachedPrefixRequest, context: Context) -> types.CachedPrefixResponse:
+        faults_of, call = validation.cached_prefix_faults, self._agent.cached_prefix
+        return await self._answer(context, "CachedPrefix", request, faults_of, call)
+
     async def Claim(self, request: types.ClaimRequest, context: Context) -> types.ClaimResponse:
         return await self._answer(context, "Claim", request, validation.claim_faults, self._agent.claim)
 

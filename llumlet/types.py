@@ -18,6 +18,8 @@ from llumlet.proto.llumlet_pb2 import (
     AdoptRequest,
     AdoptResponse,
     CacheChanges,
+    CachedPrefixRequest,
+    CachedPrefixResponse,
     ClaimRequest,
     ClaimResponse,
     CommitRequest,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from llumlet import types
+from llumlet.block_hashes import HASH_BYTES
 from llumlet.protocol.selection import Unit, value_fault
 from llumlet.types import Address
 
@@ -108,6 +109,15 @@ def adopt_faults(request: types.AdoptRequest) -> list[str]:
     if request.HasField("holder"):
         faults += _name_faults("holder", request.holder, ["instance_id", "incarnation"])
         faults += _address_faults("holder.address", request.holder.address)
+    return faults
+
+
+def cached_prefix_faults(request: types.CachedPrefixRequest) -> list[str]:
+    faults = []
+    if not request.blocks or len(request.blocks) % HASH_BYTES:
+        faults.append(f"blocks has {len(request.blocks)} bytes, not {HASH_BYTES} for each of at least one block")
+    if request.block_size == 0:
+        faults.append("block_size is 0")
     return faults
 
 

@@ -9,6 +9,7 @@ its API server, unless it is the only one there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 import msgspec
@@ -125,6 +126,16 @@ class Question(SchedulingRequest, frozen=True):
     """A question where a request would go: one in particular, or any such."""
 
     id: Name = ""
+    metrics: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    """Names of metrics that are to be told of beside those that the policy compares."""
+
+    @classmethod
+    def of_query(cls, query: Mapping[str, str]) -> Self:
+        """The question of a URL, in which `metrics` has commas. Raises msgspec.ValidationError."""
+        fields: dict[str, Any] = dict(query)
+        if "metrics" in fields:
+            fields["metrics"] = [name for part in fields["metrics"].split(",") if (name := part.strip())]
+        return msgspec.convert(fields, cls, strict=False)
 
 
 class Instances(Struct):

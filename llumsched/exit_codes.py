@@ -13,7 +13,7 @@ class ExitCode(enum.IntEnum):
     NOT_MOVED = 1
     """Some selected request did not move; some stream was cut at the end of a `drain`."""
     USAGE = 2
-    """The command line is wrong. Nothing was asked of anybody."""
+    """The command line is wrong, or names what the scheduler that it asks does not know. Nothing was done."""
     NOTHING_SELECTED = 3
     """The rule of `migrate` fits no request."""
     UNREACHABLE = 4

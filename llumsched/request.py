@@ -28,7 +28,7 @@ class Request(Struct, frozen=True, omit_defaults=True):
     prompt_num_tokens: Count = 0
     """Tokens of the prompt; 0 when they were not counted."""
     priority: Priority = 0
-    """What its header or body says: lower ones come first, below 0 it is urgent (`llumlet.urgency`)."""
+    """What its header or body says: lower ones come first, below 0 it is urgent (`llumlet.protocol.urgency`)."""
     ttft_slo_ms: Milliseconds = 0.0
     """Objective for the time to its first token, since it came to its gateway; 0: none is known."""
     tpot_slo_ms: Milliseconds = 0.0

@@ -33,7 +33,7 @@ WITHIN_LLUMSCHED = {
     "policy": {"cluster", "extensions", "request"},
     "prefix": {"cluster", "request"},
     "dispatch": {"causes", "cluster", "latency", "policy", "prefix", "request"},
-    "rescheduling": {"cluster", "cms", "extensions", "policy"},
+    "rescheduling": {"cluster", "cms", "extensions", "policy", "prefix"},
     "scaling": {"cluster", "policy"},
     "summary": {"cluster"},
     "scheduler": {"cluster", "cms", "contract", "dispatch", "latency", "policy", "prefix", "rescheduling", "scaling",

@@ -88,6 +88,7 @@ class Run:
             control=ControlConfig(
                 policy=setting.policy,
                 rescheduling=setting.rescheduling,
+                priority_headroom=setting.priority_headroom,
                 account=self.has_account,
                 has_hindsight=self.has_hindsight,
             ),

@@ -19,7 +19,7 @@ from typing import Final
 
 from benchmarks.paper.lab import Lab, Outcome, Run, mean, ratio
 from benchmarks.simulated import Load
-from llumlet.urgency import is_urgent
+from llumlet.protocol.urgency import is_urgent
 from llumsched.simulator.metrics import Metrics, RequestRecord, Slo, quantile
 from llumsched.simulator.step_model import load_hardware
 
@@ -122,9 +122,8 @@ def _moved(outcomes: Sequence[Outcome]) -> Iterator[Sequence[object]]:
 
 def _stays(run: Run, moving: Run) -> bool:
     """Whether a run is what the other one would be if nothing moved."""
-    if run.setting.rescheduling is not None or moving.setting.rescheduling is None:
-        return False
-    return (run.load, run.hardware, run.setting.policy) == (moving.load, moving.hardware, moving.setting.policy)
+    still = replace(moving.setting, name=run.setting.name, rescheduling=None)
+    return moving.setting.rescheduling is not None and run == replace(moving, labels=run.labels, setting=still)
 
 
 def moved_and_same(

@@ -72,6 +72,7 @@ class MigrationReqPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SR: _ClassVar[MigrationReqPolicy]
     FCW: _ClassVar[MigrationReqPolicy]
     FCWSR: _ClassVar[MigrationReqPolicy]
+    LP: _ClassVar[MigrationReqPolicy]
 
 class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -149,6 +150,7 @@ LR: MigrationReqPolicy
 SR: MigrationReqPolicy
 FCW: MigrationReqPolicy
 FCWSR: MigrationReqPolicy
+LP: MigrationReqPolicy
 MODE_UNSPECIFIED: Mode
 LIVE: Mode
 BLOCKING: Mode
@@ -1001,6 +1003,20 @@ class AdoptResponse(_message.Message):
     copied_bytes: int
     recomputed_tokens: int
     def __init__(self, instance_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., copied_bytes: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+
+class CachedPrefixRequest(_message.Message):
+    __slots__ = ("blocks", "block_size")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    blocks: bytes
+    block_size: int
+    def __init__(self, blocks: _Optional[bytes] = ..., block_size: _Optional[int] = ...) -> None: ...
+
+class CachedPrefixResponse(_message.Message):
+    __slots__ = ("num_tokens",)
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
 
 class Holder(_message.Message):
     __slots__ = ("instance_id", "incarnation", "address")

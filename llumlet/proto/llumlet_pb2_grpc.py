@@ -506,6 +506,11 @@ class PeerStub:
                 request_serializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.SerializeToString,
                 response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.FromString,
                 _registered_method=True)
+        self.CachedPrefix = channel.unary_unary(
+                '/llumlet.Peer/CachedPrefix',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.CachedPrefixRequest.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.CachedPrefixResponse.FromString,
+                _registered_method=True)
         self.Claim = channel.unary_unary(
                 '/llumlet.Peer/Claim',
                 request_serializer=llumlet_dot_proto_dot_llumlet__pb2.ClaimRequest.SerializeToString,
@@ -588,6 +593,14 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CachedPrefix(self, request, context):
+        """From the same origin, before it chooses who is to adopt the request: how much of its tokens the prefix cache holds.
+        Changes nothing, and promises nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Claim(self, request, context):
         """From an engine that adopts a request to the former owner, whose loop is stuck in a model step: where the KV cache
         is, and that it stays as it is until EndClaim or for ten seconds. The request is over at the former owner, which
@@ -651,6 +664,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Adopt,
                     request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.FromString,
                     response_serializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.SerializeToString,
+            ),
+            'CachedPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.CachedPrefix,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.CachedPrefixRequest.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.CachedPrefixResponse.SerializeToString,
             ),
             'Claim': grpc.unary_unary_rpc_method_handler(
                     servicer.Claim,
@@ -908,6 +926,33 @@ class Peer:
             '/llumlet.Peer/Adopt',
             llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.SerializeToString,
             llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CachedPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/llumlet.Peer/CachedPrefix',
+            llumlet_dot_proto_dot_llumlet__pb2.CachedPrefixRequest.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.CachedPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

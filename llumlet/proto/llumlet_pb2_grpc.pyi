@@ -57,6 +57,7 @@ class PeerStub:
     Close: aio.UnaryUnaryMultiCallable[pb.SettleRequest, pb.SettleResponse]
     Query: aio.UnaryUnaryMultiCallable[pb.SettleRequest, pb.SettleResponse]
     Adopt: aio.UnaryUnaryMultiCallable[pb.AdoptRequest, pb.AdoptResponse]
+    CachedPrefix: aio.UnaryUnaryMultiCallable[pb.CachedPrefixRequest, pb.CachedPrefixResponse]
     Claim: aio.UnaryUnaryMultiCallable[pb.ClaimRequest, pb.ClaimResponse]
     EndClaim: aio.UnaryUnaryMultiCallable[pb.EndClaimRequest, pb.EndClaimResponse]
 
@@ -88,6 +89,9 @@ class PeerServicer:
     async def Adopt(
         self, request: pb.AdoptRequest, context: aio.ServicerContext[pb.AdoptRequest, pb.AdoptResponse]
     ) -> pb.AdoptResponse: ...
+    async def CachedPrefix(
+        self, request: pb.CachedPrefixRequest, context: aio.ServicerContext[pb.CachedPrefixRequest, pb.CachedPrefixResponse]
+    ) -> pb.CachedPrefixResponse: ...
     async def Claim(
         self, request: pb.ClaimRequest, context: aio.ServicerContext[pb.ClaimRequest, pb.ClaimResponse]
     ) -> pb.ClaimResponse: ...

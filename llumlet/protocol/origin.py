@@ -69,6 +69,7 @@ OriginEffect = (
     | Fail
     | Probe
     | words.Log
+    | words.AskCached
     | words.Identify
     | words.Adopt
     | words.CallOff

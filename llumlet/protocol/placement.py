@@ -4,7 +4,8 @@
 When an engine dies, all its streams ask at once. Each API server has its own only, and a view of the others' load that
 is seconds old; so nobody picks "the best" engine, which all would pick. An API server gives every engine a share of
 what it sends that is proportional to the room there, and a hash decides where a share begins: weighted rendezvous
-hashing, by which API servers that know nothing of each other spread what they send.
+hashing, by which API servers that know nothing of each other spread what they send. Only for what an engine has cached
+of a request it is preferred, and only as long as that outweighs what it was sent beyond others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SENT_SECONDS = 10.0
 """How long what was sent is counted: what the CMS says of the load is by then newer than that."""
 SHUN_SECONDS = 2.0
 """How long an engine that did not take a request is asked after all others."""
+_NOTHING: Mapping[str, int] = {}
 
 
 class Placement:
@@ -32,22 +34,48 @@ class Placement:
         """Visits by request: on its way, or waiting for a place."""
         self._come: list[str] = []
 
-    def choose(
+    def ranked(
         self, request_id: str, num_tokens: int, addresses: Sequence[str], room: Mapping[str, int], now: float
-    ) -> str:
-        """Whom to ask, of at least one. `room` is what is known of the free KV cache by address, in tokens; who is not
-        in it counts as one with the usual room."""
+    ) -> list[str]:
+        """The engines, whom to ask first at the head. `room` is what is known of the free KV cache by address, in
+        tokens; who is not in it counts as one with the usual room."""
         usual = sum(room.values()) / len(room) if room else 1.0
 
         def key(address: str) -> tuple[bool, float]:
-            engine = self._engines[address]
-            sent = engine.num_tokens_since(now - SENT_SECONDS)
             # Of exponential variates divided by the rooms, each is the least with a probability proportional to its
             # room. As soon as something was sent, that outweighs them.
-            share = sent + num_tokens * _exponential(address, request_id)
-            return now < engine.shunned_until, share / max(1.0, room.get(address, usual))
+            share = self._num_sent(address, now) + num_tokens * _exponential(address, request_id)
+            return self._is_shunned(address, now), share / max(1.0, room.get(address, usual))
 
-        return min(addresses, key=key)
+        return sorted(addresses, key=key)
+
+    def choose(
+        self,
+        request_id: str,
+        num_tokens: int,
+        addresses: Sequence[str],
+        room: Mapping[str, int],
+        now: float,
+        cached: Mapping[str, int] = _NOTHING,
+    ) -> str:
+        """Whom to ask, of at least one: the first by rank, unless another one has more of the tokens `cached`, by more
+        than it was sent beyond the first. So those that begin alike do not all go to who had their prefix first."""
+        first = self.ranked(request_id, num_tokens, addresses, room, now)[0]
+        sent_to_first = self._num_sent(first, now)
+
+        def saved(address: str) -> int:
+            """Tokens that it need not compute, less what it was sent beyond the first."""
+            if self._is_shunned(address, now) or room.get(address, num_tokens) < num_tokens:
+                return 0
+            return cached.get(address, 0) - max(self._num_sent(address, now) - sent_to_first, 0)
+
+        return max([first, *(address for address in addresses if address in cached)], key=saved)
+
+    def _num_sent(self, address: str, now: float) -> int:
+        return self._engines[address].num_tokens_since(now - SENT_SECONDS)
+
+    def _is_shunned(self, address: str, now: float) -> bool:
+        return now < self._engines[address].shunned_until
 
     def enter(self, request_id: str, address: str, num_tokens: int, now: float) -> None:
         """The request goes to `address` as soon as there is a place; its tokens count there from now on."""

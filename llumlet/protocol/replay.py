@@ -10,6 +10,7 @@ engine: an attempt's time begins with its place. An engine that is at it shows t
 a grammar does. What is given up is called off. A suspect waits for its turn to be tried (`protocol.suspects`).
 
     WAITING       for its turn, which comes at once for who is no suspect
+    COMPARING     a few engines say how much of it they have cached, for computing it again is what a replay costs
     PLACING       for its place among those on their way to the engine that was chosen
     IDENTIFYING   whose record will tell, should the trial be the end of the engine before it can answer
     ASKING        an attempt is under way
@@ -24,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from llumlet.protocol import replay_words as w
 from llumlet.protocol.effects import ClearTimer, SetTimer
@@ -43,6 +45,8 @@ ATTEMPT_SECONDS = 25.0
 """Time for the answer of an engine that is heard of: building the request, its grammar included, and a turn of its
 loop."""
 IDENTIFY_SECONDS = 1.0
+COMPARE_SECONDS = 0.1
+MOST_COMPARED = 4
 WATCH_SECONDS = 0.25
 REPLAY_SECONDS = 60.0
 """How long it is tried, once no engine has taken the request, before the client gets an error."""
@@ -65,6 +69,7 @@ WATCH = "watch"
 class State(enum.StrEnum):
     NEW = "new"
     WAITING = "waiting"
+    COMPARING = "comparing"
     PLACING = "placing"
     IDENTIFYING = "identifying"
     ASKING = "asking"
@@ -95,6 +100,9 @@ class Around:
 class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
     """`lost`: who is asked last; `digest`: which engines fit."""
 
+    compares_from: ClassVar[int] = 256
+    """Tokens from which on it is asked who has them cached: fewer are computed in the time that asking takes."""
+
     def __init__(self, around: Around, stream: Stream, lost: Owner | None, digest: str) -> None:
         super().__init__(State.NEW)
         self.stream = stream
@@ -105,6 +113,8 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         self._digest = digest
         self._holder: Owner | None = None
         """Who may still have its KV cache."""
+        self._cached: Mapping[str, int] | None = None
+        """How many of its tokens engines have cached, by address, once they were asked."""
         self._asked: set[str] = set()
         self._address = ""
         self._give_up_at: float | None = None
@@ -131,10 +141,31 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return []
 
     def _left(self) -> list[str]:
-        """Whom to choose from. The lost one may come back when there is nobody else."""
+        """Whom to choose from, for a suspect rather where nobody is on trial. The lost one may come back when there is
+        nobody else."""
         targets = self._around.targets
         left = [address for address in targets(self._lost) if address not in self._asked]
-        return left or [address for address in targets(None) if address not in self._asked]
+        left = left or [address for address in targets(None) if address not in self._asked]
+        return self._around.suspects.without_trial(left) if self._trial_tokens else left
+
+    def _is_to_compare(self, event: w.TurnCame) -> bool:
+        """Whether it matters who takes it: it is long, and nobody may still have all of its KV cache."""
+        brings_cache = self._lost is not None and self._lost.may_have_cache(self._around.now)
+        matters = self.stream.num_tokens >= self.compares_from and not brings_cache
+        return matters and self._cached is None and not self.attempt and len(self._left()) > 1
+
+    def _compare(self, event: w.TurnCame) -> list[w.ReplayEffect]:
+        """Asks who would be chosen, and first where it was sent at first: there its prompt may still be cached."""
+        self._begin_with_turn()
+        around, stream = self._around, self.stream
+        ranked = around.placement.ranked(stream.request_id, stream.num_tokens, self._left(), around.room(), around.now)
+        home = around.owners.named(stream.home)
+        ranked.sort(key=lambda address: home is None or address != home.llumlet)
+        return [w.AskCached(stream, self.attempt, ranked[:MOST_COMPARED], list(stream.delivered), COMPARE_SECONDS)]
+
+    def _learn_cached(self, event: w.CachedKnown) -> list[w.ReplayEffect]:
+        self._cached = event.num_tokens
+        return self._ask_turn(event)
 
     def _anybody_left(self, event: w.TurnCame) -> bool:
         return not self._hopeless and bool(self._left())
@@ -142,10 +173,9 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
     def _choose(self, event: w.TurnCame) -> list[w.ReplayEffect]:
         around, stream = self._around, self.stream
         self._begin_with_turn()
-        left = self._left()
-        if around.suspects.trial_tokens(stream.request_id):
-            left = around.suspects.without_trial(left)
-        address = around.placement.choose(stream.request_id, stream.num_tokens, left, around.room(), around.now)
+        address = around.placement.choose(
+            stream.request_id, stream.num_tokens, self._left(), around.room(), around.now, self._cached or {}
+        )
         around.placement.enter(stream.request_id, address, stream.num_tokens, around.now)
         return []
 
@@ -161,10 +191,8 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
 
     def _give_up(self, event: w.TurnCame) -> list[w.ReplayEffect]:
         self._around.suspects.step_back(self.stream.request_id)
-        return [
-            w.Log(f"no engine takes request {self.stream.request_id}; its client gets an error", w.Level.ERROR),
-            w.GiveUp(),
-        ]
+        said = f"no engine takes request {self.stream.request_id}; its client gets an error"
+        return [w.Log(said, w.Level.ERROR), w.GiveUp()]
 
     def _rest(self, event: w.TurnCame) -> list[w.ReplayEffect]:
         self._begin_with_turn()
@@ -374,16 +402,18 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
 
 
 _S = State
-_IDLE = (_S.WAITING, _S.PLACING, _S.LOOKING, _S.RESTING)
+_IDLE = (_S.WAITING, _S.COMPARING, _S.PLACING, _S.LOOKING, _S.RESTING)
 _CALLING = (_S.IDENTIFYING, _S.ASKING)
 
 install(
     Replay,
     [
         rows(_S.NEW, w.ReplayBegun, _S.WAITING, Replay._ask_turn),
+        rows(_S.WAITING, w.TurnCame, _S.COMPARING, Replay._compare, when=Replay._is_to_compare),
         rows(_S.WAITING, w.TurnCame, _S.PLACING, Replay._choose, when=Replay._anybody_left),
         rows(_S.WAITING, w.TurnCame, _S.GIVEN_UP, Replay._give_up, when=Replay._too_late),
         rows(_S.WAITING, w.TurnCame, _S.RESTING, Replay._rest),
+        rows(_S.COMPARING, w.CachedKnown, _S.WAITING, Replay._learn_cached),
         rows(_S.RESTING, TimerFired, _S.WAITING, Replay._ask_turn),
         rows(_S.PLACING, w.PlaceCame, _S.WAITING, Replay._choose_again, when=Replay._is_stale),
         rows(_S.PLACING, w.PlaceCame, _S.IDENTIFYING, Replay._identify, when=Replay._is_stranger),
@@ -409,10 +439,10 @@ install(
             rows(_S.CLOSING, answer, _S.ENDED, Replay._leave_closed)
             for answer in (w.Identified, w.AdoptRefused, w.NotSent)
         ),
-        # Answers to an attempt that was called off
+        # Answers to an attempt that was called off, or of a former replay
         *(
             rows(_IDLE, answer, None, late=True)
-            for answer in (w.Identified, w.Adopted, w.AdoptRefused, w.NotSent, w.AnswerLost)
+            for answer in (w.CachedKnown, w.Identified, w.Adopted, w.AdoptRefused, w.NotSent, w.AnswerLost)
         ),
         rows((*_IDLE, _S.IDENTIFYING), w.GivenUpThere, None, late=True),
     ],

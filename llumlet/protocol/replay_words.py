@@ -25,6 +25,13 @@ class TurnCame(msgspec.Struct, frozen=True):
     """The request may be sent somewhere."""
 
 
+class CachedKnown(msgspec.Struct, frozen=True):
+    """How many tokens of the stream engines have in their prefix caches, by address. Who has not answered is left
+    out."""
+
+    num_tokens: dict[str, int]
+
+
 class PlaceCame(msgspec.Struct, frozen=True):
     """The request may go to the engine that was chosen."""
 
@@ -78,6 +85,21 @@ class StreamEnded(msgspec.Struct, frozen=True):
 
 
 # Effects. An answer names the request and the attempt; one to a former attempt is none.
+
+
+class AskCached(msgspec.Struct, frozen=True):
+    """Ask the llumlets at these addresses, all at once, how much of the stream their engines have cached. Answered by
+    CachedKnown, in so many seconds at the latest."""
+
+    stream: Stream
+    attempt: int
+    addresses: list[str]
+    delivered: list[int]
+    seconds: float
+
+    @property
+    def request_id(self) -> str:
+        return self.stream.request_id
 
 
 class Identify(msgspec.Struct, frozen=True):
@@ -159,6 +181,7 @@ class Log(msgspec.Struct, frozen=True):
 ReplayEvent = (
     ReplayBegun
     | TurnCame
+    | CachedKnown
     | PlaceCame
     | Identified
     | Adopted
@@ -170,4 +193,6 @@ ReplayEvent = (
     | StreamEnded
     | TimerFired
 )
-ReplayEffect = SetTimer | ClearTimer | Identify | Adopt | CallOff | AskWhetherGone | AbortAt | Dismiss | GiveUp | Log
+ReplayEffect = (
+    SetTimer | ClearTimer | AskCached | Identify | Adopt | CallOff | AskWhetherGone | AbortAt | Dismiss | GiveUp | Log
+)

@@ -22,6 +22,7 @@ import msgspec
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import RequestId
+from llumlet.protocol.urgency import is_urgent
 
 ALL = -1
 """Value of NUM_REQ: every request, waiting ones included, whatever the order says."""
@@ -51,6 +52,8 @@ class Order(enum.StrEnum):
     """First come, waiting."""
     FCWSR = "FCWSR"
     """First come, waiting; only if none waits, shortest running."""
+    LP = "LP"
+    """Lowest priority running, which is the largest number; of equals the longest."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -62,7 +65,8 @@ class Candidate(msgspec.Struct, frozen=True):
     num_tokens: int
     movable: bool = True
     """Portable, not moving already, and with nothing in the way at this moment."""
-    urgent: bool = False
+    priority: int = 0
+    """As for vLLM: lower numbers come first."""
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -135,7 +139,7 @@ def in_order(candidates: Sequence[Candidate], order: Order) -> list[Candidate]:
     """Requests that the order looks at, in its sequence. Ties: first come, then the request id."""
     waiting = sorted((c for c in candidates if not c.running), key=_by_queue)
     running = [c for c in candidates if c.running]
-    running = [c for c in running if not c.urgent] or running
+    running = [c for c in running if not is_urgent(c.priority)] or running
     match order:
         case Order.FCW:
             return waiting
@@ -149,9 +153,10 @@ def _by_queue(candidate: Candidate) -> tuple[int, int, str]:
     return (candidate.running, candidate.position, candidate.request_id)
 
 
-_BY: dict[Order, Callable[[Candidate], tuple[int, int, str]]] = {
-    Order.LCR: lambda c: (-c.position, 0, c.request_id),
-    Order.FCR: lambda c: (c.position, 0, c.request_id),
+_BY: dict[Order, Callable[[Candidate], tuple[int | str, ...]]] = {
+    Order.LCR: lambda c: (-c.position, c.request_id),
+    Order.FCR: lambda c: (c.position, c.request_id),
     Order.LR: lambda c: (-c.num_tokens, c.position, c.request_id),
     Order.SR: lambda c: (c.num_tokens, c.position, c.request_id),
+    Order.LP: lambda c: (-c.priority, -c.num_tokens, c.position, c.request_id),
 }

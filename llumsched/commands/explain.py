@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix explain`: where a request would go now, and why."""
+"""`llumnix explain`: where a request would go now, or which requests would change place, and why."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,10 +15,12 @@ import msgspec
 
 from llumlet import kinds
 from llumlet.credentials import Credentials
-from llumlet.kinds import SWITCH, Kind
+from llumlet.kinds import MARK, SWITCH, Kind
 from llumlet.setting_sources import Reading
+from llumlet.settings import entries
 from llumlet.types import Address
 from llumsched import output
+from llumsched.commands import explained
 from llumsched.commands.arguments import OPTIONS, Output
 from llumsched.exit_codes import ExitCode
 from llumsched.scheduler.process import PORT
@@ -30,18 +33,15 @@ policy's thresholds were left out. TTFT and TPOT are what the engine itself is e
 of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen. HIT is what its
 prefix cache has of the prompt, if --prompt-token-ids names it and the scheduler knows of prefix caches. SINCE is what
 has been moved on since the instance's last report (--forward-status of the scheduler): as it was told, and as it is
-taken to be now."""
+taken to be now.
+
+  llumnix explain --metric decode_batch_size,num_waiting_requests     with metrics that the policy does not compare
+  llumnix explain --rescheduling                                      which requests its rescheduler would move now,
+                                                                      and why no others: nothing is moved
+  llumnix explain --rescheduling --scheduler HOST:PORT                the same of a `llumnix rescheduler --port PORT`"""
 
 _MODES: Final = ("neutral", "pd_batch")
 _TIMEOUT_S: Final = 5.0
-_SHOWN: Final = (
-    ("num_used_gpu_tokens", "KV tokens"),
-    ("scheduler_running_to_decode_requests_num", "decodes"),
-    ("num_uncomputed_tokens_scheduler_running_prefills", "prefill tokens"),
-    ("num_waiting_requests", "waiting"),
-    ("sent_requests", "sent"),
-)
-"""Columns of what has been moved on, and what they are called; the JSON has all."""
 
 
 def _token_ids(path: str) -> list[int]:
@@ -52,11 +52,15 @@ def _token_ids(path: str) -> list[int]:
         raise ValueError(f"{path}: {error}") from error
 
 
+def _scheduler() -> Address:
+    return OPTIONS.setting(Address("127.0.0.1", PORT), Kind(Address.parse, "HOST:PORT"), "address of its HTTP service")
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
-    scheduler: Address = OPTIONS.setting(
-        Address("127.0.0.1", PORT), Kind(Address.parse, "HOST:PORT"), "address of its HTTP service"
-    )
+    """A request that asks for a place."""
+
+    scheduler: Address = _scheduler()
     model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; default: any")
     prompt_num_tokens: int = OPTIONS.setting(0, kinds.integer(at_least=0), "length of its prompt")
     prompt_token_ids: str = OPTIONS.setting(
@@ -76,90 +80,86 @@ class Question:
     scheduling_mode: str = OPTIONS.setting(
         "neutral", kinds.one_of(_MODES), "on one instance, or prefill and decode on two"
     )
+    metrics: tuple[str, ...] = OPTIONS.setting(
+        (),
+        kinds.repeatable(kinds.several(kinds.text("NAME"), "NAME[,NAME…]")),
+        "metrics to show beside those that the policy compares (repeatable)",
+        flag="--metric",
+    )
 
 
-SETTINGS: Final = (Question, AccessSettings, Output)
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A pass of the rescheduler that starts nothing."""
+
+    scheduler: Address = _scheduler()
+    rescheduling: bool = OPTIONS.setting(
+        False, MARK, "instead: which requests its rescheduler would move now, and why no others"
+    )
+    policy: str = OPTIONS.setting(
+        "", kinds.text("NAME"), "with --rescheduling: what this policy would move; default: all of them"
+    )
 
 
-def prepare(reading: Reading) -> tuple[Question, AccessSettings, bool]:
-    return reading.make(Question), reading.make(AccessSettings), reading.make_with_defaults(Output).json
+SETTINGS: Final = (Question, DryRun, AccessSettings, Output)
 
 
-def run(prepared: tuple[Question, AccessSettings, bool], _: Credentials) -> int:
-    question, access, as_json = prepared
-    asked = asdict(question)
-    del asked["scheduler"], asked["prompt_token_ids"]
-    if question.prompt_token_ids:
-        asked["prompt_token_ids"] = _token_ids(question.prompt_token_ids)
+def prepare(reading: Reading) -> tuple[Question | DryRun, AccessSettings, bool]:
+    dry_run = reading.make_with_defaults(DryRun)
+    reading.faults += _useless(reading, dry_run)
+    asked = dry_run if dry_run.rescheduling else reading.make(Question)
+    return asked, reading.make(AccessSettings), reading.make_with_defaults(Output).json
+
+
+def _useless(reading: Reading, dry_run: DryRun) -> Iterator[str]:
+    """Faults of what is of no use for what is asked."""
+    if not dry_run.rescheduling:
+        if "--policy" in reading.given:
+            yield f"{reading.given['--policy']} is of no use without --rescheduling"
+        return
+    shared = {entry.setting.flag for entry in entries(DryRun)}
+    for entry in entries(Question):
+        if (flag := entry.setting.flag) in reading.given and flag not in shared:
+            yield f"{reading.given[flag]} is of no use with --rescheduling"
+
+
+def run(prepared: tuple[Question | DryRun, AccessSettings, bool], _: Credentials) -> int:
+    asked, access, as_json = prepared
     try:
-        status, answer = asyncio.run(_ask(question.scheduler, asked, access.access))
+        if isinstance(asked, DryRun):
+            status, answer = asyncio.run(_ask_dry_run(asked, access.access))
+        else:
+            status, answer = asyncio.run(_ask(asked.scheduler, _body(asked), access.access))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        print(f"llumnix explain: scheduler {question.scheduler}: {error or 'no answer'}", file=sys.stderr)
+        print(f"llumnix explain: scheduler {asked.scheduler}: {error or 'no answer'}", file=sys.stderr)
         return ExitCode.UNREACHABLE
     if status != 200:
-        print(f"llumnix explain: scheduler {question.scheduler} answers {status}: {answer}", file=sys.stderr)
-        return ExitCode.REFUSED
+        said = "no rescheduler runs there" if isinstance(asked, DryRun) and status == 404 else answer
+        print(f"llumnix explain: scheduler {asked.scheduler} answers {status}: {said}", file=sys.stderr)
+        return ExitCode.USAGE if status == 400 else ExitCode.REFUSED
     if as_json:
         output.print_json(answer)
+    elif isinstance(asked, DryRun):
+        explained.show_dry_run(answer)
     else:
-        _show(answer)
+        explained.show_decisions(answer)
     return ExitCode.OK
 
 
-async def _ask(scheduler: Address, asked: dict[str, Any], access: Access) -> tuple[int, Any]:
-    async with (
-        access.session(_TIMEOUT_S) as session,
-        session.post(access.url(scheduler, "/debug/schedule"), json=asked) as answer,
-    ):
+def _body(question: Question) -> dict[str, Any]:
+    body = asdict(question)
+    del body["scheduler"], body["prompt_token_ids"]
+    if question.prompt_token_ids:
+        body["prompt_token_ids"] = _token_ids(question.prompt_token_ids)
+    return body
+
+
+async def _ask_dry_run(dry_run: DryRun, access: Access) -> tuple[int, Any]:
+    return await _ask(dry_run.scheduler, {"policy": dry_run.policy}, access, "/debug/rescheduling/plan")
+
+
+async def _ask(
+    scheduler: Address, asked: dict[str, Any], access: Access, path: str = "/debug/schedule"
+) -> tuple[int, Any]:
+    async with access.session(_TIMEOUT_S) as session, session.post(access.url(scheduler, path), json=asked) as answer:
         return answer.status, await (answer.json() if answer.status == 200 else answer.text())
-
-
-def _show(answer: dict[str, Any]) -> None:
-    console = output.console()
-    old = f", view {answer['view_age_s']:.1f} s old" if answer["view_age_s"] else ""
-    old += ", warming up: nothing is placed yet" if answer["warming"] else ""
-    for stage in answer["stages"]:
-        second = ", nobody passed all filters" if stage["fallback"] else ""
-        console.print(
-            output.clean(
-                f"{stage['infer_type']}: {stage['chosen'] or 'nobody'} ({answer['policy']}, {answer['mode']} mode, "
-                f"{stage['selector']}{second}{old})"
-            ),
-            markup=False,
-        )
-        names = [metric["name"] for metric in stage["metrics"]]
-        predictions = [one.get("predicted") for one in stage["instances"]]
-        extra = (">TTFT", ">TPOT") if any(predictions) else ()
-        hits = (">HIT",) if any(one.get("kv_cache_hit_len") for one in stage["instances"]) else ()
-        moved = [one.get("moved_on") for one in stage["instances"]]
-        since = ("SINCE",) if any(moved) else ()
-        titles = (*(f">{name}" for name in names), *hits, *extra, *since)
-        rows = output.table(("INSTANCE", "VERDICT", *titles, "WHY NOT"))
-        for instance, predicted, each in zip(stage["instances"], predictions, moved, strict=True):
-            values = [str(instance["metrics"][name]) for name in names]
-            values += [str(instance["kv_cache_hit_len"])] if hits else []
-            values += [_predicted(predicted, name) for name in ("ttft", "tpot")] if extra else []
-            values += [_since(each)] if since else []
-            rows.add_row(*map(output.clean, (instance["instance_id"], instance["verdict"], *values, _why(instance))))
-        console.print(rows)
-
-
-def _predicted(predicted: dict[str, Any] | None, name: str) -> str:
-    """What is expected, and how far the model itself may be off, for want of steps like these."""
-    if predicted is None:
-        return "-"
-    value, deviation = predicted[f"{name}_ms"], predicted[f"{name}_deviation"]
-    sure = f"± {100 * deviation:.0f} %" if isinstance(deviation, int | float) else "± ?"
-    return f"{value:.0f} ms {sure}" if isinstance(value, int | float) else "-"
-
-
-def _since(moved: dict[str, list[float]] | None) -> str:
-    known = moved or {}
-    return ", ".join("{} {:g} → {:g}".format(said, *known[name]) for name, said in _SHOWN if name in known)
-
-
-def _why(instance: dict[str, Any]) -> str:
-    reasons = [
-        f"({refusal['reason']})" if refusal["skipped"] else refusal["reason"] for refusal in instance["refused_by"]
-    ]
-    return "; ".join(reasons)

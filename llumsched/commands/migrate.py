@@ -33,7 +33,7 @@ Say which: --request ID (repeatable), or --all, or a rule:
   --rule TOKEN --order LR --value 8000      the longest ones, 8,000 tokens of them
   --rule RATIO --order FCWSR --value 0.1    a tenth of the KV cache, waiting requests first
 Orders: LCR, FCR last/first come, running; LR, SR longest/shortest running; FCW first come, waiting;
-FCWSR first waiting, then the shortest running.
+FCWSR first waiting, then the shortest running; LP lowest priority (largest number), then longest, running.
 
 A request that does not move goes on where it was. The moves go on if this command is interrupted.
 With --json: an object per event, `"event"` is progress, summary or error, the summary last."""

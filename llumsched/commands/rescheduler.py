@@ -17,8 +17,9 @@ from llumlet.settings import Group
 from llumsched.cms.store import name_of
 from llumsched.commands import instances
 from llumsched.exit_codes import ExitCode
-from llumsched.rescheduling import arguments
+from llumsched.rescheduling import arguments, caches
 from llumsched.rescheduling.arguments import Switches
+from llumsched.rescheduling.caches import CacheSettings
 from llumsched.rescheduling.config import Config
 
 DESCRIPTION = """Move running requests from hot instances to cold ones and away from sick ones.
@@ -27,9 +28,10 @@ DESCRIPTION = """Move running requests from hot instances to cold ones and away 
   llumnix rescheduler --standalone-rescheduling-mode --cms redis://10.0.0.5:6379
 
 One per cluster: two would undo each other's moves. A scheduler runs one inside with --enable-rescheduling
---colocated-rescheduling-mode, and knows there what it sent and no status shows yet."""
+--colocated-rescheduling-mode, and knows there what it sent and no status shows yet. What prefix caches hold it knows
+there if dispatch does, and here with --enable-cache-aware-scheduling."""
 
-_http = Group("HTTP", "/metrics, /healthz and /debug/rescheduling.")
+_http = Group("HTTP", "/metrics, /healthz, /debug/rescheduling, and what `llumnix explain --rescheduling` asks.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,10 @@ class Http:
     port: int | None = _http.setting(None, kinds.port(), "to listen at; 0: any free one (default: no HTTP)")
 
 
-SETTINGS: Final = (instances.Cms, Http, Switches, Config)
+SETTINGS: Final = (instances.Cms, Http, Switches, Config, CacheSettings)
 
 
-def prepare(reading: Reading) -> tuple[str, Http, Config]:
+def prepare(reading: Reading) -> tuple[str, Http, Config, CacheSettings]:
     cms = instances.cms_of(reading)
     if "--cms" not in reading.given:
         reading.faults.append(f"--cms HOST:PORT or redis://… is missing (or {instances.CMS_VARIABLE})")
@@ -53,10 +55,10 @@ def prepare(reading: Reading) -> tuple[str, Http, Config]:
         )
     if switches.enable is False:
         reading.faults.append("--enable-rescheduling=false leaves nothing to do")
-    return cms, reading.make(Http), config
+    return cms, reading.make(Http), config, caches.prepare(reading)
 
 
-def run(prepared: tuple[str, Http, Config], credentials: Credentials) -> int:
+def run(prepared: tuple[str, Http, Config, CacheSettings], credentials: Credentials) -> int:
     import uvloop
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -68,14 +70,16 @@ def run(prepared: tuple[str, Http, Config], credentials: Credentials) -> int:
     return ExitCode.OK
 
 
-async def _serve(cms: str, http: Http, config: Config, credentials: Credentials) -> None:
+async def _serve(cms: str, http: Http, config: Config, caches: CacheSettings, credentials: Credentials) -> None:
     """Serves until SIGTERM or SIGINT."""
     from llumsched.rescheduling import process
 
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    running = await process.serve(cms, config, credentials, host=http.host, port=http.port)
+    running = await process.serve(
+        cms, config, credentials, num_cached_blocks=caches.num_known_blocks, host=http.host, port=http.port
+    )
     try:
         where = f", http://{http.host}:{running.port}" if running.port else ""
         policies = ", ".join(config.policies)

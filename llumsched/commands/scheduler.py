@@ -26,10 +26,12 @@ from llumsched import descriptors
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.exit_codes import ExitCode
+from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS
 from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
-from llumsched.rescheduling.config import DOMAIN, MILLISECONDS, SHARE, STALENESS
+from llumsched.rescheduling.config import DOMAIN, HEADROOM, HEADROOM_HELP, MILLISECONDS, SHARE, STALENESS
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.scaling.config import Config as ScalingConfig
 from llumsched.scaling.config import faults as scaling_faults
@@ -55,7 +57,13 @@ _WITH_REDIS_HOST: Final = (
     "--cms-redis-password",
     "--cms-redis-password-file",
 )
-_CONSTANTS: Final = ("ttft_slo", "tpot_slo", "ttft_slo_dispatch_threshold", "tpot_slo_dispatch_threshold")
+_CONSTANTS: Final = (
+    "ttft_slo",
+    "tpot_slo",
+    "ttft_slo_dispatch_threshold",
+    "tpot_slo_dispatch_threshold",
+    *BUILT_IN_CONSTANTS,
+)
 """Settings that are constants of a policy, by these names."""
 _dispatch = Group("dispatch", prefix="--dispatch-")
 _objectives = Group("objectives")
@@ -111,6 +119,7 @@ class Dispatch:
         "silence after which an instance gets nothing (default: the policy's, 60)",
         flag="--instance-staleness-seconds",
     )
+    priority_headroom: float | None = _dispatch.setting(None, HEADROOM, HEADROOM_HELP, flag="--priority-headroom")
 
     ttft_slo: float | None = _objectives.setting(
         None, MILLISECONDS, "first token of requests whose gateway says nothing of it (default: the policy's, 6000)"
@@ -123,6 +132,13 @@ class Dispatch:
     )
     tpot_slo_dispatch_threshold: float | None = _objectives.setting(
         None, SHARE, "the same for the time between two tokens"
+    )
+
+    policy_constants: Constants = _dispatch.setting(
+        (),
+        POLICY_CONSTANTS,
+        "values of constants that the policy defines, or those of rescheduling (repeatable)",
+        flag=FLAG,
     )
 
     @property
@@ -138,7 +154,8 @@ class Dispatch:
             self.top_k,
             self.failover_domain,
             self.staleness_s,
-            {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None},
+            {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None}
+            | dict(self.policy_constants),
             optional,
         )
         return load_policy(self.policy, self.mode, overrides)
@@ -208,13 +225,17 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
     scaling = reading.make_with_defaults(ScalingConfig)
     reading.check(scaling_faults, scaling)
     reading.check(_rescheduling_faults, switches, dispatch)
+    constants, shared = dict(dispatch.policy_constants), frozenset[str]()
     if switches.in_scheduler:
-        reading.check(rescheduling.constant_faults, config, _CONSTANTS)
+        shared = rescheduling.names_set(reading.make_with_defaults(ReschedulingConfig)).union(constants)
     policy: Any = None
     try:
-        policy = dispatch.load_policy(rescheduling.names_set(config) if switches.in_scheduler else frozenset())
+        policy = dispatch.load_policy(shared)
     except PolicyError as error:
         reading.faults += error.faults
+    if switches.in_scheduler:
+        of_dispatch = constants if policy is None else policy.constants
+        reading.check(rescheduling.constant_faults, config, {*_CONSTANTS, *of_dispatch})
     made = reading.make(
         process.SchedulerConfig,
         policy=policy,
@@ -268,6 +289,15 @@ def _profile_faults(config: process.SchedulerConfig) -> Iterator[str]:
         yield str(error)
 
 
+def _warnings(config: process.SchedulerConfig) -> Iterator[str]:
+    """What can be meant, and hardly is."""
+    if config.cache_aware and not config.policy.heeds_prefixes:
+        yield (
+            f"--enable-cache-aware-scheduling: no formula of the policy {config.policy.name} reads what prefix caches "
+            "hold: nothing is placed by it; the policy prefix-cache does"
+        )
+
+
 def run(config: process.SchedulerConfig, credentials: Credentials) -> int:
     import uvloop
 
@@ -286,6 +316,8 @@ async def _serve(config: process.SchedulerConfig) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    for warning in _warnings(config):
+        _log.warning(warning)
     running = await process.serve(config)
     try:
         policy = config.policy

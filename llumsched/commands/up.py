@@ -18,6 +18,7 @@ DESCRIPTION = """Start engines, scheduler, rescheduler and gateway on this machi
 
   llumnix up MODEL --engines 2 -- --max-model-len 4096
   llumnix up MODEL --autoscale 1:4
+  llumnix up MODEL --scheduling-policy virtual-usage     room beside requests of a priority below 0, which go first
 
 What follows `--` is for each `vllm serve`. Everything that the components write is shown with their names before it.
 Ctrl-C or SIGTERM stops all of it: the gateway takes nothing new and lets its streams end, then the engines, then the
@@ -35,6 +36,9 @@ def prepare(reading: Reading) -> UpConfig:
         reading.check(check, config)
     if {"--engines", "--autoscale"} <= set(reading.given):
         reading.faults.append("--engines and --autoscale exclude each other")
+    if "--autoscale" not in reading.given:
+        in_vain = [where for flag, where in reading.given.items() if flag.startswith("--autoscale-")]
+        reading.faults += [f"{where} is of no use without --autoscale" for where in in_vain]
     if _CREDENTIALS.intersection(reading.given.values()):
         reading.faults.append("credentials are for several hosts; here everything but the gateway listens at loopback")
     return config

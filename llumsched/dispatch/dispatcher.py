@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from llumlet.protocol.infer_type import InferType
-from llumlet.urgency import is_urgent
+from llumlet.protocol.urgency import is_urgent
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight

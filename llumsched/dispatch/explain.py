@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decision in words: the run's own masks say who was refused, the filters themselves say why.
 
-Whatever the policy compares, it is told what is predicted of the request at each instance, and how sure that is.
+Whatever the policy compares, it is told what is predicted of the request at each instance, and how sure that is; and
+further metrics, if somebody asks for them. A policy that compares nothing is told of with the usual loads.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,26 +17,46 @@ from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.latency.fitting import pairs
 from llumsched.policy.candidates import Candidates
-from llumsched.policy.filters import GroupFilter
+from llumsched.policy.document import Mode
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS, METRICS, Metric, all_metrics, built_in_metrics
 from llumsched.policy.pipeline import Decision
+from llumsched.policy.reasons import json_number, refusals
+
+USUAL_LOADS: Final[Mapping[Mode, Sequence[str]]] = {
+    Mode.FULL: ("kv_cache_usage_ratio_projected", "num_requests", "all_prefills_tokens_num"),
+    Mode.LITE: ("num_tokens", "num_requests"),
+}
+"""Metrics that are told of where the policy compares none."""
 
 
-def explain(decision: Decision, step_models: StepModels | None = None) -> dict[str, Any]:
+def explain(
+    decision: Decision,
+    step_models: StepModels | None = None,
+    *,
+    mode: Mode = Mode.FULL,
+    metrics: Sequence[str] = (),
+    constants: Mapping[str, float] = BUILT_IN_CONSTANTS,
+) -> dict[str, Any]:
     """A decision as JSON, instances by id. The candidates must not have changed since the run. `step_models`: those of
-    which the candidates have the columns; None: nothing is predicted."""
+    which the candidates have the columns; None: nothing is predicted. `metrics`: names of some that are to be told of
+    beside those that the policy compares, with these built-in `constants`. Raises ValueError for one that the mode does
+    not have."""
     stage, candidates = decision.stage, decision.candidates
-    columns = {metric.name: candidates.values(metric) for metric in stage.metrics}
+    compared = {metric.name: metric for metric in stage.metrics}
+    further = _named([*(() if compared else USUAL_LOADS[mode]), *metrics], mode, compared, constants)
+    columns = {metric.name: candidates.values(metric) for metric in (*compared.values(), *further)}
     ages_s, cluster = candidates["age_s"], candidates.cluster
-    reasons, hits = _reasons(decision), candidates[HIT_COLUMN]
+    hits = candidates[HIT_COLUMN]
     instances = []
     for row in map(int, np.argsort(cluster.order.rank)):
-        hard = any(not refusal["skipped"] for refusal in reasons[row])
+        reasons = _reasons(decision, row)
+        hard = any(not refusal["skipped"] for refusal in reasons)
         instances.append(
             {
                 "instance_id": cluster.instances[row].id,
                 "verdict": "chosen" if row == decision.row else "refused" if hard else "not chosen",
-                "metrics": {name: number(values[row]) for name, values in columns.items()},
-                "refused_by": reasons[row],
+                "metrics": {name: json_number(values[row]) for name, values in columns.items()},
+                "refused_by": reasons,
                 "age_s": round(float(ages_s[row]), 3),
                 "moved_on": _moved_on(cluster, row) if isinstance(cluster, Forward) else None,
                 "kv_cache_hit_len": int(hits[row]),
@@ -48,18 +69,38 @@ def explain(decision: Decision, step_models: StepModels | None = None) -> dict[s
         "fallback": decision.fallback,
         "selector": stage.selector.name,
         "metrics": [
-            {"name": metric.name, "better": "less" if metric.less_is_better else "more"} for metric in stage.metrics
+            *(_described(metric, is_compared=True) for metric in compared.values()),
+            *(_described(metric, is_compared=False) for metric in further),
         ],
         "avoided": sorted(candidates.context.avoid),
         "instances": instances,
     }
 
 
+def _named(
+    names: Iterable[str], mode: Mode, compared: Mapping[str, Metric], constants: Mapping[str, float]
+) -> list[Metric]:
+    """Metrics by name, each once, without those that are compared. Raises ValueError."""
+    wanted = [name for name in dict.fromkeys(names) if name not in compared]
+    known = built_in_metrics(constants) if METRICS.keys() >= set(wanted) else all_metrics(constants)
+    fitting = {name: metric for name, metric in known.items() if (metric.full if mode is Mode.FULL else metric.lite)}
+    if unknown := [name for name in wanted if name not in fitting]:
+        first = unknown[0]
+        wrong = f"is no metric of {mode} mode" if first in known else "is unknown"
+        there = {**fitting, **compared}
+        raise ValueError(f"metric {first!r} {wrong}; known: {', '.join(sorted(there))}")
+    return [fitting[name] for name in wanted]
+
+
+def _described(metric: Metric, *, is_compared: bool) -> dict[str, Any]:
+    return {"name": metric.name, "better": "less" if metric.less_is_better else "more", "compared": is_compared}
+
+
 def _moved_on(cluster: Forward, row: int) -> dict[str, list[float | str]]:
     """Columns that are not as they were reported: what was reported, and what is taken to be now."""
     reported = cluster.reported
     return {
-        name: [number(reported[name][row]), number(cluster[name][row])]
+        name: [json_number(reported[name][row]), json_number(cluster[name][row])]
         for name in MOVED
         if cluster[name][row] != reported[name][row]
     }
@@ -77,29 +118,18 @@ def _predicted(candidates: Candidates, row: int, step_models: StepModels) -> dic
     decodes = float(cluster["scheduler_running_to_decode_requests_num"][row])
     decode_kv = float(cluster["scheduler_running_to_decode_tokens_num"][row])
     return {
-        "ttft_ms": number(candidates["predicted_ttft"][row]),
-        "tpot_ms": number(candidates["predicted_tpot"][row]),
-        "ttft_deviation": number(model.deviation(tokens, pairs(0, tokens), decodes, decode_kv)),
-        "tpot_deviation": number(model.deviation(0, 0, decodes + 1, decode_kv + tokens)),
-        "step_error": number(model.error),
+        "ttft_ms": json_number(candidates["predicted_ttft"][row]),
+        "tpot_ms": json_number(candidates["predicted_tpot"][row]),
+        "ttft_deviation": json_number(model.deviation(tokens, pairs(0, tokens), decodes, decode_kv)),
+        "tpot_deviation": json_number(model.deviation(0, 0, decodes + 1, decode_kv + tokens)),
+        "step_error": json_number(model.error),
         "num_steps": model.num_steps,
     }
 
 
-def _reasons(decision: Decision) -> list[list[dict[str, Any]]]:
-    """Refusals by row. `skipped`: not held against the instance, in a fallback pass."""
-    candidates, screening = decision.candidates, decision.screening
-    found: list[list[dict[str, Any]]] = [[] for _ in range(len(candidates))]
-    for one, mask in screening.refused:
-        for row in map(int, np.flatnonzero(mask)):
-            if isinstance(one, GroupFilter):
-                reason, skipped = one.reason_among(candidates, screening.failed, row), False
-            else:
-                reason, skipped = one.reason(candidates, row), decision.fallback and one.skip_in_fallback
-            found[row].append({"filter": one.name, "reason": reason, "skipped": skipped})
-    return found
-
-
-def number(value: float) -> float | str:
-    """A number for JSON, which knows no infinity."""
-    return round(float(value), 6) if math.isfinite(value) else str(float(value))
+def _reasons(decision: Decision, row: int) -> list[dict[str, Any]]:
+    """Refusals of a row. `skipped`: not held against the instance, in a fallback pass."""
+    return [
+        {"filter": one.filter, "reason": one.reason, "skipped": decision.fallback and one.soft}
+        for one in refusals(decision.screening, decision.candidates, row)
+    ]

@@ -14,9 +14,10 @@ from enum import StrEnum
 from typing import Any, Final
 
 from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.policy import filters as f
 from llumsched.policy.expression import Expression
-from llumsched.policy.metrics import Metric
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS, Metric
 from llumsched.policy.parts import STRUCTURAL
 from llumsched.policy.pipeline import Filters, Stage
 from llumsched.policy.reader import PolicyError, Reader, parse_yaml, read_policy
@@ -41,9 +42,10 @@ class Overrides:
     failover_domain: str | None = None
     staleness_s: float | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Values of constants that the policy defines."""
+    """Values of constants that the policy defines, or that are built in."""
     optional: frozenset[str] = frozenset()
-    """Names of fields above that others use, too. A value of the rest that finds nothing to override is a fault."""
+    """Names of fields above, and of constants, that others use, too. A value of the rest that finds nothing to override
+    is a fault."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +54,38 @@ class Policy:
     mode: Mode
     stages: Mapping[InferType, Stage]
     constants: Mapping[str, float] = field(default_factory=dict)
-    """The constants that it defines, as they are set."""
+    """The constants that it defines, and the built-in ones that it uses, as they are set."""
+    built_in_constants: Mapping[str, float] = field(default_factory=lambda: BUILT_IN_CONSTANTS)
+    """The same of all built-in ones."""
 
     @property
     def reads(self) -> frozenset[str]:
         """Columns that its formulas name."""
-        stages = self.stages.values()
-        filters = [one for stage in stages for one in stage.filters]
-        metrics = [metric for stage in stages for metric in stage.metrics]
-        metrics += [one.metric for one in filters if isinstance(one, f.MetricBasedFilter)]
-        formulas = [metric.of for metric in metrics if isinstance(metric.of, Expression)]
-        formulas += [one.condition for one in filters if isinstance(one, f.ConditionFilter)]
+        formulas = [metric.of for metric in self._metrics if isinstance(metric.of, Expression)]
+        formulas += [one.condition for one in self._filters if isinstance(one, f.ConditionFilter)]
         return frozenset().union(*(formula.names for formula in formulas))
+
+    @property
+    def heeds_prefixes(self) -> bool:
+        """Whether it places by what prefix caches hold, as far as its formulas tell: by the hits, or by the time to the
+        first token that is predicted with them."""
+        names = self.reads.union(metric.name for metric in self._metrics)
+        return HIT_COLUMN in names or "predicted_ttft" in names
+
+    @property
+    def _filters(self) -> list[f.Filter | f.GroupFilter]:
+        return [one for stage in self.stages.values() for one in stage.filters]
+
+    @property
+    def _metrics(self) -> list[Metric]:
+        """What it compares, and what its filters have thresholds for."""
+        compared = [metric for stage in self.stages.values() for metric in stage.metrics]
+        return compared + [one.metric for one in self._filters if isinstance(one, f.MetricBasedFilter)]
 
     @property
     def staleness_s(self) -> float:
         """Silence after which an instance counts as failed; 0 if it never does."""
-        filters = [one for stage in self.stages.values() for one in stage.filters]
-        return max((one.seconds for one in filters if isinstance(one, f.StalenessFilter)), default=0.0)
+        return max((one.seconds for one in self._filters if isinstance(one, f.StalenessFilter)), default=0.0)
 
 
 def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Policy:
@@ -113,7 +129,7 @@ class _DispatchReader(Reader):
     def policy(self) -> Policy:
         """The policy; not to be used if there are faults."""
         stages = self._stages(self.document.get(self._mode)) if self.document else {}
-        return Policy(self.name, self._mode, stages, self.constants)
+        return Policy(self.name, self._mode, stages, self.constants, self.built_in_constants)
 
     def _stages(self, sections: Any) -> dict[InferType, Stage]:
         if not isinstance(sections, dict) or not sections:
@@ -200,7 +216,9 @@ class _DispatchReader(Reader):
             if f"thresholds {infer_type}" not in self._overridden:
                 self.fault(f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}")
         for name in sorted(self._overrides.constants.keys() - self.constants.keys() - self._overrides.optional):
-            self.fault(f"{self._mode}", f"has no constant {name} to set to {self._overrides.constants[name]:g}")
+            there = f"; it defines {', '.join(sorted(self.constants))}" if self.constants else ""
+            value = self._overrides.constants[name]
+            self.fault(f"{self._mode}", f"has no constant {name} to set to {value:g}{there}")
         for part, (field_name, setting) in _SETTINGS.items():
             value = getattr(self._overrides, field_name)
             if value is not None and field_name not in self._overridden | self._overrides.optional:

@@ -69,6 +69,11 @@ class Expression:
         return f"Expression({self.text!r})"
 
 
+def numbers(values: Mapping[str, float]) -> dict[str, Expression]:
+    """Constants as formulas, by name."""
+    return {name: Expression(str(value)) for name, value in values.items()}
+
+
 _OPERATORS: Final[Mapping[type[ast.AST], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -12,18 +12,23 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
 from llumsched.cluster.columns import Columns, UnknownColumn, Values
 from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.extensions import load_values
-from llumsched.policy.expression import Expression
+from llumsched.policy.expression import Expression, numbers
 from llumsched.policy.predictions import PREDICTIONS
 from llumsched.request import REQUEST_COLUMNS
 
 ENTRY_POINTS = "llumnix.metrics"
+BUILT_IN_CONSTANTS: Final[Mapping[str, float]] = {"priority_headroom": 0.5}
+"""Numbers that every formula may name, and what they are unless something else is said. The headroom is the share of a
+KV cache that is to stay free beside an urgent request (`--priority-headroom`). The paper's instances keep all but 1,600
+tokens of 13,616: with one urgent request in ten that costs the others too much (docs/experiments.md)."""
 
 _log = logging.getLogger(__name__)
 _raised: set[str] = set()
@@ -67,6 +72,10 @@ class Metric:
             return float(self.values(_OneRow(columns, row, weight or {}))[0])
         value = float(self.of.of(lambda name: _number(columns, row, weight or {}, name)))
         return self.worst if math.isnan(value) else value
+
+    def with_constants(self, values: Mapping[str, float]) -> Metric:
+        """The metric with numbers in the place of names."""
+        return replace(self, of=self.of.with_names(numbers(values))) if isinstance(self.of, Expression) else self
 
     def _log_once(self, error: Exception) -> None:
         if self.name not in _raised:
@@ -119,10 +128,9 @@ def _number(columns: Columns, row: int, weight: Mapping[str, float], name: str) 
 
 
 _HEADROOM = """
-    (1 / 2 if num_urgent_requests + sent_urgent_requests > 0 or priority < 0 else 0)
+    (priority_headroom if num_urgent_requests + sent_urgent_requests > 0 or priority < 0 else 0)
 """
-"""Share of a KV cache that is to stay free beside an urgent request, there or coming. The paper's instances keep all
-but 1,600 tokens of 13,616: with one urgent request in ten that costs the others too much (docs/experiments.md)."""
+"""Beside an urgent request, there or coming."""
 _VIRTUAL_TOKENS = """
     (num_used_gpu_tokens
      + num_unallocated_tokens_scheduler_running_prefills
@@ -189,7 +197,7 @@ _BUILT_IN = (
         """),
     ),
     Metric("num_tokens", Expression("sent_tokens"), lite=True, full=False),
-    Metric("priority_headroom", Expression(_HEADROOM), is_share=True),
+    Metric("urgent_headroom", Expression(_HEADROOM), is_share=True),
     Metric("virtual_usage", Expression(_VIRTUAL_USAGE), is_share=True),
     Metric(
         "freeness",
@@ -199,14 +207,22 @@ _BUILT_IN = (
     *(Metric(name, of) for name, of in PREDICTIONS.items()),
 )
 
-METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _BUILT_IN}
-"""Built-in metrics by name."""
+
+def built_in_metrics(constants: Mapping[str, float] = BUILT_IN_CONSTANTS) -> dict[str, Metric]:
+    """Built-in metrics by name. Of a constant that is not given the formulas keep the name."""
+    return {metric.name: metric.with_constants(constants) for metric in _BUILT_IN}
 
 
-def all_metrics() -> dict[str, Metric]:
+METRICS: Mapping[str, Metric] = built_in_metrics()
+"""Built-in metrics by name, with the constants as they are unless something else is said."""
+
+
+def all_metrics(constants: Mapping[str, float] = BUILT_IN_CONSTANTS) -> dict[str, Metric]:
     """Built-in metrics, and those of installed packages. Raises ValueError for one that is none, or that takes a name
     that is taken."""
-    return load_values(ENTRY_POINTS, METRICS, _fault)
+    known = load_values(ENTRY_POINTS, METRICS, _fault)
+    others = {name: metric.with_constants(constants) for name, metric in known.items() if name not in METRICS}
+    return built_in_metrics(constants) | others
 
 
 def metric_fault(name: str) -> str:

@@ -34,8 +34,8 @@ from llumsched.cluster.providers.status import StatusColumns
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.policy import filters as f
 from llumsched.policy.candidates import OF_DECISION
-from llumsched.policy.expression import Expression, ExpressionError
-from llumsched.policy.metrics import Metric, all_metrics
+from llumsched.policy.expression import Expression, ExpressionError, numbers
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS, Metric, all_metrics
 from llumsched.policy.parts import Maker, all_filters, all_selectors, number, switch
 
 SECTIONS: Final = frozenset({"name", "define", "full", "lite", "rescheduling"})
@@ -88,21 +88,22 @@ class Reader:
     """Collects what is wrong with a document."""
 
     def __init__(self, source: str, document: Any, constants: Mapping[str, float] | None = None) -> None:
-        """`constants`: values in place of those that the document defines; it need not define them all. Raises
-        PolicyError for installed extensions that do not load."""
+        """`constants`: values in place of those that the document defines, or that are built in; it need not have them
+        all. Raises PolicyError for installed extensions that do not load."""
         self.faults: list[str] = []
         self.constants: dict[str, float] = {}
+        """Constants that it defines, and the built-in ones that it uses."""
         self._given = constants or {}
         self._source = source
         try:
-            self.metrics: dict[str, Metric] = all_metrics()
+            self.metrics: dict[str, Metric] = all_metrics({})
             self.filters: dict[str, Maker] = all_filters()
             self.selectors: dict[str, Maker] = all_selectors()
             of_requests = [name for provider in all_request_providers() for name in provider.columns]
         except ValueError as error:
             raise PolicyError([str(error)]) from error
         self._columns = {*StatusColumns().columns, *MetadataColumns.columns, *InFlight.columns, *StepModels.columns}
-        self._columns |= {*OF_DECISION, *of_requests}
+        self._columns |= {*OF_DECISION, *of_requests, *BUILT_IN_CONSTANTS}
         self.document: Mapping[str, Any] = document if isinstance(document, dict) else {}
         if not isinstance(document, dict):
             self.fault("", f"is not a mapping of {', '.join(sorted(SECTIONS))}")
@@ -189,7 +190,7 @@ class Reader:
             self.fault(where, str(error))
             return
         if condition is not None:
-            made = f.ConditionFilter(name, condition, str(settings.get("said", "")), skip)
+            made = f.ConditionFilter(name, self._settled(condition), str(settings.get("said", "")), skip)
             self.filters[name] = lambda skip_in_fallback=skip: replace(
                 made, skip_in_fallback=switch("skip_in_fallback", skip_in_fallback)
             )
@@ -211,12 +212,22 @@ class Reader:
 
     def _formulas(self) -> dict[str, Expression]:
         """What a formula may name beside columns; of a metric that is called like a column, the column is meant."""
-        constants = {name: Expression(str(value)) for name, value in self.constants.items()}
-        return constants | {
+        return numbers(self.constants) | {
             name: metric.of
             for name, metric in self.metrics.items()
             if isinstance(metric.of, Expression) and name not in self._columns
         }
+
+    @property
+    def built_in_constants(self) -> dict[str, float]:
+        """The built-in ones as they are set, whether or not the document uses them."""
+        return {name: self._given.get(name, value) for name, value in BUILT_IN_CONSTANTS.items()}
+
+    def _settled(self, formula: Expression) -> Expression:
+        """The formula of what a document uses, with numbers in the place of built-in constants."""
+        named = {name: value for name, value in self.built_in_constants.items() if name in formula.names}
+        self.constants |= named
+        return formula.with_names(numbers(named))
 
     # Parts of sections
 
@@ -224,7 +235,7 @@ class Reader:
         """A metric by name; None if there is a fault. `wrong` is said of one that is there and does not fit."""
         metric = self.metrics.get(name) if isinstance(name, str) else None
         if metric is not None and fits(metric):
-            return metric
+            return replace(metric, of=self._settled(metric.of)) if isinstance(metric.of, Expression) else metric
         known = ", ".join(sorted(name for name, metric in self.metrics.items() if fits(metric)))
         self.fault(where, f"metric {name!r} {'is unknown' if metric is None else wrong}; known: {known}")
         return None

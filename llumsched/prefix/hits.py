@@ -125,11 +125,12 @@ class PrefixHits:
 
     # For moves
 
-    def shares(self, instance_id: str) -> dict[str, float]:
-        """What share of the blocks of an instance others have as well, by id; those that have none are left out."""
+    def shares(self, instance_id: str) -> dict[str, float] | None:
+        """What share of the blocks of an instance others have as well, by id; those that have none are left out. None:
+        nothing is known of the instance."""
         member = self._members.get(instance_id)
         if member is None:
-            return {}
+            return None
         by_number = self.index.shares(member.number)
         found = {other_id: float(by_number[other.number]) for other_id, other in self._members.items()}
         return {other_id: share for other_id, share in found.items() if share and other_id != instance_id}

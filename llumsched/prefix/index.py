@@ -27,6 +27,8 @@ Names = NDArray[np.uint64]
 Depths = NDArray[np.intp]
 """By number: the blocks that an instance holds of a prompt, from the first on without a gap."""
 
+USUAL_BLOCKS: Final = 4_000_000
+"""Room for so many, for who says nothing else: 64 MB."""
 _WAYS: Final = 8
 PLACE_BYTES: Final = 12
 _LOAD: Final = 0.75

@@ -10,6 +10,7 @@ from typing import Final
 
 from llumlet.kinds import SWITCH
 from llumlet.setting_sources import Reading
+from llumsched.policy.constants import FLAG
 from llumsched.policy.reader import PolicyError, is_own_file
 from llumsched.rescheduling.config import Config, rescheduling
 from llumsched.rescheduling.moves import selection_fault
@@ -44,7 +45,7 @@ class Switches:
 def prepare(reading: Reading) -> tuple[Switches, Config]:
     """The settings of a rescheduler; what contradicts itself is added to the faults."""
     config = reading.make(Config)
-    for check in (_policies, _selection):
+    for check in (_policies, _selection, _said_twice):
         reading.check(check, config)
     switches = reading.make_with_defaults(Switches)
     if switches.colocated and switches.standalone:
@@ -63,16 +64,27 @@ def constants(config: Config) -> Mapping[str, Mapping[str, float]]:
 
 def names_set(config: Config) -> frozenset[str]:
     """Settings that a rescheduler shares with dispatch, and has a use for."""
-    return frozenset({"failover_domain", "staleness_s"}).union(*constants(config).values())
+    return _used(config, constants(config)) | {"failover_domain", "staleness_s"}
+
+
+def _used(config: Config, by_policy: Mapping[str, Mapping[str, float]]) -> frozenset[str]:
+    """Names of constants that are set, and that a policy defines."""
+    used = (found.keys() & config.constants(of_own_file=is_own_file(name)).keys() for name, found in by_policy.items())
+    return frozenset().union(*used)
 
 
 def constant_faults(config: Config, used_elsewhere: Container[str] = ()) -> Iterator[str]:
     """`used_elsewhere`: names of constants for which somebody else has a use, or says that nobody has."""
     by_policy = constants(config)
-    used = frozenset().union(*by_policy.values())
-    for name in config.constants:
+    used = _used(config, by_policy)
+    of_files = frozenset().union(*(found for name, found in by_policy.items() if is_own_file(name)))
+    for name in config.objectives | config.built_in_constants:
         if name not in used and name not in used_elsewhere:
-            yield f"--{name.replace('_', '-')}: none of --rescheduling-policies has a use for it"
+            instead = f"; a file of one's own takes {FLAG} {name}=VALUE" if name in of_files else ""
+            yield f"--{name.replace('_', '-')}: none of --rescheduling-policies has a use for it{instead}"
+    for name, _ in config.policy_constants:
+        if name not in used and name not in used_elsewhere:
+            yield f"{FLAG} {name}: none of the policies defines it"
     for policy, of_policy in by_policy.items():
         leave, take = (of_policy.get(name) for name in (_LEAVE, _TAKE))
         if leave is not None and take is not None and leave < take:
@@ -90,6 +102,12 @@ def _policies(config: Config) -> Iterator[str]:
                 load_rescheduling_policy(name, config)
             except PolicyError as error:
                 yield from error.faults
+
+
+def _said_twice(config: Config) -> Iterator[str]:
+    for name, _ in config.policy_constants:
+        if name in config.objectives | config.built_in_constants:
+            yield f"{FLAG} {name}: --{name.replace('_', '-')} says it as well"
 
 
 def _selection(config: Config) -> Iterator[str]:

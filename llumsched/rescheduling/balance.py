@@ -9,7 +9,8 @@ What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is 
 counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
 the moved requests do nothing. What the destination's prefix cache has need not be copied: as far as that is known, of
 the first destinations that pay the one that is worth the most is taken. A prefill is never worth it: requests that
-cannot bring their KV cache along stay where they are, unless they wait.
+cannot bring their KV cache along stay where they are, unless they wait. What waits loses what its source has cached of
+it, and its destination has not: for as long as that takes to compute, its destination holds it for nothing.
 
 How much load changes place says the metric itself: its value with the moved requests less its value without. A metric
 to which they make no difference moves nothing.
@@ -17,6 +18,7 @@ to which they make no difference moves nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -31,7 +33,7 @@ from llumsched.policy.metrics import Metric
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Scope
 from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import AS_NEEDED, Move, Purpose, Selection
-from llumsched.rescheduling.pairs import Ends
+from llumsched.rescheduling.pairs import Ends, Unfit
 
 _TRIES_PER_MOVE = 4
 """Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
@@ -62,20 +64,45 @@ class MetricBalancePairs:
         return self.selection.order in (Order.FCW, Order.FCWSR)
 
     def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
-        snapshot, load = draft.snapshot, self.metric.values(draft.projected).copy()
+        load = self.metric.values(draft.projected).copy()
         able = (ends.sources | ends.destinations) & np.isfinite(load)
+        left = ends.without(self._unfit(draft, load))
+        for part in self._parts(draft, able):
+            mean = float(load[part].mean())
+            _Balancing(self, draft, policy, load, mean).between(left.sources & part, left.destinations & part)
+        return int(left.sources.sum()), int(left.destinations.sum())
+
+    def unfit(self, draft: Draft) -> Unfit:
+        of_load = self._unfit(draft, self.metric.values(draft.projected))
+        rest = [("has a move of this pass already", draft.mask(draft.chosen))]
+        if self.scope is Scope.UNIT:
+            rest.append(("is in no unit", draft.snapshot["unit"] < 0))
+        return Unfit(
+            [*of_load.sources, ("takes requests itself", draft.mask(draft.destinations - draft.chosen)), *rest],
+            [*of_load.destinations, ("gives requests itself", draft.mask(draft.sources - draft.chosen)), *rest],
+        )
+
+    def _unfit(self, draft: Draft, load: Values) -> Unfit:
+        """Those that cannot be an end of any pair of this pass."""
+        snapshot = draft.snapshot
+        unknown = ("its load is not known", ~np.isfinite(load))
         carries_kv = (snapshot["movable"] > 0) & (snapshot["carries_kv"] > 0)
         waiting = (snapshot["movable"] > 0) & self.takes_waiting
         holding = (carries_kv & (draft.running > 0)) | (waiting & (draft.waiting > 0))
-        sources = ends.sources & able & (draft.out_slots >= 1) & holding
-        destinations = ends.destinations & able & (draft.in_slots >= 1) & (carries_kv | waiting)
+        sources = [
+            unknown,
+            ("has as many moves away from it as it may have", ~(draft.out_slots >= 1)),
+            ("has no request that could move", ~holding),
+        ]
+        destinations = [
+            unknown,
+            ("has as many moves to it as it may have", ~(draft.in_slots >= 1)),
+            ("takes no requests with their KV cache", ~(carries_kv | waiting)),
+        ]
         if self.threshold > 0 and self.scope is Scope.CLUSTER:
-            sources &= load >= self.threshold
-            destinations &= load < self.threshold
-        for part in self._parts(draft, able):
-            mean = float(load[part].mean())
-            _Balancing(self, draft, policy, load, mean).between(sources & part, destinations & part)
-        return int(sources.sum()), int(destinations.sum())
+            sources.append((f"its load is below {self.threshold:g}", ~(load >= self.threshold)))
+            destinations.append((f"its load is not below {self.threshold:g}", ~(load < self.threshold)))
+        return Unfit(sources, destinations)
 
     def _parts(self, draft: Draft, able: Mask) -> list[Mask]:
         """Sets of instances that may exchange requests."""
@@ -180,7 +207,7 @@ class _Balancing:
             else:
                 yield destination
 
-    def _offer(self, source: int, destination: int, shares: Mapping[str, float]) -> _Offer | str:
+    def _offer(self, source: int, destination: int, shares: Mapping[str, float] | None) -> _Offer | str:
         """The move from one to the other; why not, if it does not pay."""
         draft, rule = self.draft, self.rule
         difference = float(self.load[source] - self.load[destination])
@@ -194,7 +221,7 @@ class _Balancing:
         cargo = self._cargo(selection, source, destination)
         if cargo.tokens > draft.free_tokens[destination]:
             return "no_room"
-        share = shares.get(draft.snapshot.ids[destination], 0.0)
+        share = None if shares is None else shares.get(draft.snapshot.ids[destination], 0.0)
         gain, cost = self._weigh(source, destination, cargo, share)
         if gain <= cost:
             return "not_worth_it"
@@ -206,22 +233,34 @@ class _Balancing:
         move = Move(self.policy, Purpose.BALANCE, *ends, selection, cargo.tokens, cargo.requests, gain, cost, limit)
         return _Offer(destination, move, cargo)
 
-    def _weigh(self, source: int, destination: int, cargo: Cargo, share: float) -> tuple[float, float]:
-        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall; `share` of what is
-        copied is there already."""
+    def _weigh(self, source: int, destination: int, cargo: Cargo, share: float | None) -> tuple[float, float]:
+        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall; but what of it the
+        source has cached, the destination computes again. `share` of what is copied, or cached, is there already; None:
+        nothing is known of that, and nothing is taken to be lost by what may be there as well."""
         draft, scale = self.draft, self.scale
         here, there = float(self.load[source]) / scale, float(self.load[destination]) / scale
         given = -self._shift(source, cargo.negative) / scale
         taken = self._shift(destination, cargo) / scale
         gain = draft.config.horizon_s * (here**2 + there**2 - (here - given) ** 2 - (there + taken) ** 2)
         if cargo.waiting:
-            return gain, 0.0
+            recompute_s = 0.0 if share is None else self._recompute_s(source, destination, cargo, share)
+            return gain, recompute_s * ((there + taken) ** 2 - there**2)
         snapshot = draft.snapshot
-        copy_s = (
-            (1.0 - share) * cargo.tokens * float(snapshot["bytes_per_token"][source]) / draft.history.link_bytes_per_s
-        )
+        num_bytes = (1.0 - (share or 0.0)) * cargo.tokens * float(snapshot["bytes_per_token"][source])
+        copy_s = num_bytes / draft.history.link_bytes_per_s
         stall_s = float(snapshot["stall_budget_s"][source])
         return gain, copy_s * ((there + taken) ** 2 - there**2) + stall_s * given
+
+    def _recompute_s(self, source: int, destination: int, cargo: Cargo, share: float) -> float:
+        """How long the destination computes what of waiting requests the source has cached and it has not. 0 as long as
+        nothing is known of its steps."""
+        draft, snapshot = self.draft, self.draft.snapshot
+        cached = float(draft.waiting_cached_tokens[source] / draft.waiting[source])
+        lost = (1.0 - share) * cached
+        pairs = lost * (cached + (cached - lost) + 1.0) / 2.0
+        token_s, pair_s = (float(snapshot[name][destination]) for name in ("step_prefill_token_s", "step_pair_s"))
+        seconds = cargo.requests * (token_s * lost + pair_s * pairs)
+        return seconds if math.isfinite(seconds) else 0.0
 
     def _shift(self, row: int, cargo: Cargo) -> float:
         """How much the load of an instance grows when the cargo comes to it."""

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from llumlet.protocol.ids import RequestId
 from llumlet.protocol.selection import Candidate, Rule, select
 from llumlet.types import Mode, RequestInfo
-from llumlet.urgency import is_urgent
 from llumsched.rescheduling.moves import Move
 
 _WAITING = (RequestInfo.WAITING, RequestInfo.PREEMPTED)
@@ -30,7 +29,7 @@ def choose(
             running=request.phase not in _WAITING,
             position=position,
             num_tokens=num_tokens(request),
-            urgent=is_urgent(request.priority),
+            priority=request.priority,
             movable=_loses_nothing(request) and request.request_id not in cooling,
         )
         for position, request in enumerate(requests)

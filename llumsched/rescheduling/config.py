@@ -13,7 +13,8 @@ from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumlet.settings import Group, field_of
 from llumsched.cluster.domains import FailoverDomain
-from llumsched.policy.metrics import metric_fault
+from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS, metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 USUAL: Final = (
@@ -63,6 +64,11 @@ DOMAIN: Final = kinds.one_of(FailoverDomain)
 STALENESS: Final = kinds.seconds(above=0)
 MILLISECONDS: Final = kinds.number("MS", above=0)
 SHARE: Final = kinds.number("SHARE", above=0)
+HEADROOM: Final = kinds.number("SHARE", at_least=0, at_most=1)
+HEADROOM_HELP: Final = (
+    "of the KV cache of an instance, to stay free beside urgent requests, for dispatch and rescheduling alike "
+    f"(default {BUILT_IN_CONSTANTS['priority_headroom']:g})"
+)
 
 rescheduling = Group("rescheduling", _DESCRIPTION, "--rescheduling-")
 _failover = Group("failover")
@@ -133,6 +139,7 @@ class Config:
             flag="--rescheduling-req-select-value",
         ),
     )
+    priority_headroom: float | None = rescheduling.setting(None, HEADROOM, HEADROOM_HELP, flag="--priority-headroom")
 
     ttft_slo: float | None = _objectives.setting(
         None, MILLISECONDS, "waiting requests leave where they would wait longer (default: the policy's, 6000)"
@@ -199,10 +206,28 @@ class Config:
         60.0, STALENESS, "an instance that was silent for longer is sick", flag="--instance-staleness-seconds"
     )
 
+    policy_constants: Constants = rescheduling.setting(
+        (),
+        POLICY_CONSTANTS,
+        "values of constants that policies define, built-in ones and files (repeatable)",
+        flag=FLAG,
+    )
+
     @property
-    def constants(self) -> dict[str, float]:
+    def objectives(self) -> dict[str, float]:
         """What is said of objectives, by the names of policies' constants."""
         return {name: value for name in OBJECTIVES if (value := getattr(self, name)) is not None}
+
+    @property
+    def built_in_constants(self) -> dict[str, float]:
+        """What is said of those by flags of their own."""
+        return {name: value for name in BUILT_IN_CONSTANTS if (value := getattr(self, name)) is not None}
+
+    def constants(self, *, of_own_file: bool) -> dict[str, float]:
+        """Values for the constants of a policy. A file of one's own is changed by what is said of a constant, and not
+        by the flags of objectives."""
+        said = self.built_in_constants | dict(self.policy_constants)
+        return said if of_own_file else self.objectives | said
 
     def target(self, infer_type: str) -> LoadTarget:
         return self.decode if infer_type == InferType.DECODE else self.neutral

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,14 +17,13 @@ from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
 
-Shares = Callable[[str], Mapping[str, float]]
+Shares = Callable[[str], Mapping[str, float] | None]
 """What share of an instance's KV cache is in the prefix caches of others, by their ids: it need not be copied there.
-Those of which nothing is known are left out."""
+Those that have none of it are left out. None: what it has in its prefix cache is not known."""
 
 
-def nothing_shared(instance_id: str) -> Mapping[str, float]:
+def caches_unknown(instance_id: str) -> None:
     """The shares where nothing is known of prefix caches."""
-    return {}
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Draft:
     history: History
     config: Config
     now_s: float
-    shares: Shares = nothing_shared
+    shares: Shares = caches_unknown
     projected: Snapshot = field(init=False)
     """The cluster with the moves that are under way, and those of this pass."""
     out_slots: Values = field(init=False)
@@ -128,6 +127,21 @@ class Draft:
             self.snapshot["num_uncomputed_tokens_all_waiting_prefills"],
             self.snapshot["num_unallocated_tokens_all_waiting_requests"],
         )
+
+    @functools.cached_property
+    def waiting_cached_tokens(self) -> Values:
+        """Tokens of what waits that its instance has in its prefix cache. Of each request it may be one too few: who
+        lacks a single token is told to lack none."""
+        tokens = np.maximum(self.snapshot["scheduler_waiting_to_decode_tokens_num"], self.waiting_tokens)
+        uncomputed = self.snapshot["num_uncomputed_tokens_all_waiting_prefills"] + self.waiting
+        cached: Values = np.maximum(tokens - uncomputed, 0.0)
+        return cached
+
+    def mask(self, rows: Collection[int]) -> Mask:
+        """These rows, among all."""
+        found = np.zeros(len(self.snapshot), np.bool_)
+        found[list(rows)] = True
+        return found
 
     # Choosing
 

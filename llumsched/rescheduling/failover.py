@@ -20,7 +20,7 @@ from llumlet.types import Health
 from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import Move, Purpose, Selection
-from llumsched.rescheduling.pairs import Ends
+from llumsched.rescheduling.pairs import Ends, Unfit
 
 _HEEDED = frozenset({"move_open", "destination_avoided"})
 """Obstacles that hold for a failover, too. Health goes before rest: only what refused or failed is left alone."""
@@ -30,13 +30,12 @@ _HEEDED = frozenset({"move_open", "destination_avoided"})
 class RoundRobinPairs:
     name: ClassVar[str] = "roundRobinSelector"
     purpose: ClassVar[Purpose] = Purpose.FAILOVER
+    metric: ClassVar[None] = None
+    """No load is heeded: everything goes."""
 
     def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
-        snapshot = draft.snapshot
-        reachable = (snapshot["health"] != Health.HUNG) & (snapshot["lost"] == 0)
-        holding = (draft.running + draft.waiting > 0) & (draft.out_slots >= 1) & (snapshot["movable"] > 0)
-        sources = np.flatnonzero(ends.sources & holding & reachable).tolist()
-        destinations = ends.destinations & (draft.in_slots >= 1)
+        snapshot, left = draft.snapshot, ends.without(_unfit(draft))
+        sources, destinations = np.flatnonzero(left.sources).tolist(), left.destinations
         groups = snapshot["exchange_group"]
         for turn, source in enumerate(sources):
             if draft.history.source_avoided(snapshot.ids[source], draft.now_s):
@@ -52,6 +51,26 @@ class RoundRobinPairs:
             start = (turn + draft.history.dealt(snapshot.ids[source])) % len(same)
             _deal(draft, policy, source, same[start:] + same[:start])
         return len(sources), int(destinations.sum())
+
+    def unfit(self, draft: Draft) -> Unfit:
+        of_now = _unfit(draft)
+        return Unfit(
+            [*of_now.sources, ("takes requests itself", draft.mask(draft.taking))],
+            [*of_now.destinations, ("gives requests itself", draft.mask(draft.sources))],
+        )
+
+
+def _unfit(draft: Draft) -> Unfit:
+    """Those that cannot be an end of any pair of this pass."""
+    snapshot = draft.snapshot
+    sources = [
+        ("cannot be asked: its loop hangs", snapshot["health"] == Health.HUNG),
+        ("cannot be asked: it is lost", snapshot["lost"] > 0),
+        ("has no requests", ~(draft.running + draft.waiting > 0)),
+        ("its requests cannot go elsewhere", ~(snapshot["movable"] > 0)),
+        ("has as many moves away from it as it may have", ~(draft.out_slots >= 1)),
+    ]
+    return Unfit(sources, [("has as many moves to it as it may have", ~(draft.in_slots >= 1))])
 
 
 def _permitted(draft: Draft, source: int, destination: int) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from llumsched.cluster.instance import Instance
@@ -59,6 +60,10 @@ class History:
         """Destination -> source that could not reach it -> when it may try again."""
         self._dealt: Counter[str] = Counter()
         self._bytes = self._seconds = 0.0
+
+    def copy(self) -> History:
+        """The same, of which nothing that is told or forgotten gets back here."""
+        return deepcopy(self, {id(self._config): self._config})
 
     # Asked by the planner
 

@@ -1,35 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rescheduler did, over HTTP: `/debug/rescheduling`; and the small server of a process of its own."""
+"""The rescheduler over HTTP: what it did (`/debug/rescheduling`), what it would do now (`/debug/rescheduling/plan`);
+and the small server of a process of its own."""
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from typing import Annotated, Final
 
+import msgspec
 from aiohttp import web
+from msgspec import Meta, Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from llumsched.cluster.view import View
-from llumsched.rescheduling.records import Records
+from llumsched.rescheduling.rescheduler import Rescheduler
 
 MOST: Final = 1000
 """Limit of passes or moves of one answer."""
+_TOLD_AT_ONCE: Final = 8
+"""Instances of `/debug/rescheduling/plan`, between which others have their turn; less than a millisecond."""
 
 
-def add_debug_route(app: web.Application, records: Records) -> None:
-    """GET /debug/rescheduling?passes=20&moves=100: the newest of each, newest last."""
+class _DryRun(Struct):
+    """What is asked of `/debug/rescheduling/plan`."""
+
+    policy: Annotated[str, Meta(max_length=4096)] = ""
+    """The name of the only one to be told of; empty: all."""
+
+
+def add_debug_routes(app: web.Application, rescheduler: Rescheduler) -> None:
+    """GET /debug/rescheduling?passes=20&moves=100: the newest of each, newest last.
+
+    POST /debug/rescheduling/plan {"policy": "neutral_load"}: what a pass would do now, of one policy or of all; starts
+    and changes nothing. 400 for a policy that is none of its."""
 
     async def show(request: web.Request) -> web.Response:
         try:
             numbers = [int(request.query.get(name, default)) for name, default in (("passes", "20"), ("moves", "100"))]
         except ValueError:
             return web.json_response({"error": "passes and moves are whole numbers"}, status=400)
-        return web.json_response(records.to_dict(*(min(max(number, 0), MOST) for number in numbers)))
+        return web.json_response(rescheduler.records.to_dict(*(min(max(number, 0), MOST) for number in numbers)))
+
+    async def plan(request: web.Request) -> web.Response:
+        try:
+            asked = msgspec.json.decode(await request.read() or b"{}", type=_DryRun)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return web.Response(status=400, text=f"bad JSON: {error or 'nested too deeply'}")
+        if asked.policy and asked.policy not in rescheduler.policies:
+            known = ", ".join(rescheduler.policies)
+            return web.Response(status=400, text=f"policy {asked.policy!r} is none of the rescheduler's: {known}")
+        dry_run, policies = rescheduler.dry_run(), []
+        for policy, instances in dry_run.of_policies(asked.policy):
+            told = []
+            for number, instance in enumerate(instances, 1):
+                told.append(msgspec.Raw(msgspec.json.encode(instance)))
+                if number % _TOLD_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            policies.append(policy | {"instances": told})
+        body = msgspec.json.encode({"skipped": dry_run.skipped, "policies": policies})
+        return web.Response(body=body, content_type="application/json")
 
     app.router.add_get("/debug/rescheduling", show)
+    app.router.add_post("/debug/rescheduling/plan", plan)
 
 
-def standalone(view: View, records: Records, registry: CollectorRegistry) -> web.Application:
-    """`/healthz`, `/metrics`, `/debug/rescheduling`."""
+def standalone(view: View, rescheduler: Rescheduler, registry: CollectorRegistry) -> web.Application:
+    """`/healthz`, `/metrics`, `/debug/rescheduling`, `/debug/rescheduling/plan`."""
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -42,5 +78,5 @@ def standalone(view: View, records: Records, registry: CollectorRegistry) -> web
     app = web.Application()
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/healthz", health)
-    add_debug_route(app, records)
+    add_debug_routes(app, rescheduler)
     return app

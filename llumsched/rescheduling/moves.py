@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from llumlet.protocol.selection import Order, Unit, value_fault
 
@@ -58,3 +58,18 @@ class Move:
     cost: float = 0.0
     limit_tokens: float | None = None
     """Limit above which it makes things worse: requests are then chosen here, by name, from the source's list."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            "policy": self.policy,
+            "source": self.source,
+            "destination": self.destination,
+            "rule": str(self.selection.unit),
+            "order": str(self.selection.order),
+            "value": self.selection.value,
+            "expected_tokens": round(self.expected_tokens),
+            "expected_requests": round(self.expected_requests, 3),
+            "gain": self.gain,
+            "cost": self.cost,
+        }

@@ -7,10 +7,14 @@ that is given the YAML's settings as keyword arguments (a `metric` as a `Metric`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from llumsched.cluster.columns import Mask
+from llumsched.policy.metrics import Metric
 from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import Purpose
 
@@ -21,6 +25,31 @@ class Ends:
 
     sources: Mask
     destinations: Mask
+
+    def without(self, unfit: Unfit) -> Ends:
+        return Ends(
+            self.sources & ~_any_of(unfit.sources, self.sources),
+            self.destinations & ~_any_of(unfit.destinations, self.destinations),
+        )
+
+
+Reasons = Sequence[tuple[str, Mask]]
+"""What is said of instances, and of which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """Instances that cannot give or take whatever the filters say."""
+
+    sources: Reasons
+    destinations: Reasons
+
+
+def _any_of(reasons: Reasons, like: Mask) -> Mask:
+    found = np.zeros_like(like)
+    for _, mask in reasons:
+        found |= mask
+    return found
 
 
 @runtime_checkable
@@ -34,6 +63,20 @@ class PairSelector(Protocol):
     def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
         """Adds moves of `policy` to the draft, by `Draft.choose`, and says in `Draft.refused` what it did not choose
         and why. Returns how many instances could have been sources and destinations."""
+        ...
+
+
+@runtime_checkable
+class ExplainedSelector(PairSelector, Protocol):
+    """A selector that says what it goes by, for people who ask."""
+
+    @property
+    def metric(self) -> Metric | None:
+        """What it calls the load of an instance; None if it heeds none."""
+        ...
+
+    def unfit(self, draft: Draft) -> Unfit:
+        """Those that it would not pair as things are in the draft, beside those that are left alone for a while."""
         ...
 
 

@@ -10,7 +10,7 @@
         metricBalanceSelector: {metric: kv_cache_usage_ratio_projected, threshold: 0.7}
 
 Metrics, filters and definitions are those of dispatch. The built-in policies take what flags say in the place of what
-is written in their files; a file of one's own says everything itself.
+is written in their files; a file of one's own says everything itself, but for constants that are set by name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
 def load_rescheduling_policy(name: str, config: Config) -> ReschedulingPolicy:
     """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
     document = parse_yaml(read_policy(name, "rescheduling"), name)
-    reader = _ReschedulingReader(name, document, None if is_own_file(name) else config)
+    reader = _ReschedulingReader(name, document, config)
     policy = reader.policy()
     if policy is None or reader.faults:
         raise PolicyError(reader.faults)
@@ -105,10 +105,11 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 
 
 class _ReschedulingReader(Reader):
-    def __init__(self, source: str, document: Any, config: Config | None) -> None:
-        """`config`: values in place of the file's."""
-        super().__init__(source, document, None if config is None else config.constants)
-        self._config = config
+    def __init__(self, source: str, document: Any, config: Config) -> None:
+        """`config`: values in place of the file's; of a file of one's own, only of its constants."""
+        is_own = is_own_file(source)
+        super().__init__(source, document, config.constants(of_own_file=is_own))
+        self._config = None if is_own else config
         try:
             self.pair_selectors: dict[str, Maker] = load_values(
                 ENTRY_POINTS, _SELECTORS, lambda _, value: None if callable(value) else "is not callable"

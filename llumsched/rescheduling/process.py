@@ -12,9 +12,15 @@ from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.tasks import cancel
+from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
+from llumsched.prefix.hits import PrefixHits
+from llumsched.prefix.index import PrefixIndex
+from llumsched.prefix.metrics import PrefixMetrics
+from llumsched.prefix.watches import CacheWatches
 from llumsched.rescheduling import http
 from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.draft import Shares, caches_unknown
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 
 
@@ -37,9 +43,16 @@ class Running:
 
 
 async def serve(
-    cms: str, config: Config, credentials: Credentials = NONE, *, host: str = "127.0.0.1", port: int | None = None
+    cms: str,
+    config: Config,
+    credentials: Credentials = NONE,
+    *,
+    num_cached_blocks: int = 0,
+    host: str = "127.0.0.1",
+    port: int | None = None,
 ) -> Running:
     """Starts a rescheduler; `port` None: no HTTP, 0: any free one. A CMS that cannot be reached is tried until it can.
+    `num_cached_blocks`: how many blocks of all prefix caches are known at most; 0: no cache is watched.
 
     Raises OSError if the port cannot be had.
     """
@@ -52,16 +65,32 @@ async def serve(
         if lease is not None:
             stack.push_async_callback(lease.close)
             await lease.start()
-        rescheduler = Rescheduler(store.view, config, credentials, registry, lease=lease)
+        shares = _watch_caches(stack, store.view, num_cached_blocks, credentials, registry)
+        rescheduler = Rescheduler(store.view, config, credentials, registry, lease=lease, shares=shares)
         stack.push_async_callback(rescheduler.close)
         loop = asyncio.create_task(rescheduler.run(), name="rescheduler")
         stack.push_async_callback(cancel, loop)
         bound = 0
         if port is not None:
-            runner = web.AppRunner(http.standalone(store.view, rescheduler.records, registry), access_log=None)
+            runner = web.AppRunner(http.standalone(store.view, rescheduler, registry), access_log=None)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, host, port).start()
             bound = runner.addresses[0][1]
         return Running(rescheduler, store, bound, loop, stack.pop_all())
     raise AssertionError("unreachable")
+
+
+def _watch_caches(
+    stack: contextlib.AsyncExitStack, view: View, num_blocks: int, credentials: Credentials, registry: CollectorRegistry
+) -> Shares:
+    """Hears from all instances what their caches hold, until the stack is closed."""
+    if not num_blocks:
+        return caches_unknown
+    hits = PrefixHits(PrefixIndex(num_blocks))
+    stack.callback(view.observe(hits))
+    watches = CacheWatches(hits, credentials)
+    stack.push_async_callback(watches.close)
+    stack.callback(view.observe(watches))
+    registry.register(PrefixMetrics(hits))
+    return hits.shares

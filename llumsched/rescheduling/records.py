@@ -70,18 +70,9 @@ class MoveRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""
-        move = self.move
         return {
             "number": self.number,
-            "policy": move.policy,
-            "source": move.source,
-            "destination": move.destination,
-            "rule": str(move.selection.unit),
-            "order": str(move.selection.order),
-            "value": move.selection.value,
-            "expected_tokens": round(move.expected_tokens),
-            "gain": move.gain,
-            "cost": move.cost,
+            **self.move.to_dict(),
             "began_s": self.began_s,
             "outcome": str(self.outcome),
             "seconds": self.seconds,
@@ -112,24 +103,13 @@ class PassRecord:
     """The reason why nothing was planned, or begun."""
 
     def to_dict(self) -> dict[str, Any]:
-        policies = [
-            {
-                "policy": result.policy,
-                "num_sources": result.num_sources,
-                "num_destinations": result.num_destinations,
-                "num_moves": result.num_moves,
-                "refused": dict(result.refused),
-                "error": "" if result.error is None else repr(result.error),
-            }
-            for result in self.results
-        ]
         return {
             "number": self.number,
             "at_s": self.at_s,
             "duration_ms": self.duration_ms,
             "woken_by": self.woken_by,
             "num_instances": self.num_instances,
-            "policies": policies,
+            "policies": [result.to_dict() for result in self.results],
             "moves": list(self.moves),
             "skipped": self.skipped,
         }

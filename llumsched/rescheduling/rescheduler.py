@@ -25,10 +25,11 @@ from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import Observer, View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
-from llumsched.rescheduling.draft import Shares, nothing_shared
+from llumsched.rescheduling.draft import Shares, caches_unknown
+from llumsched.rescheduling.dry_run import DryRun, Watcher
 from llumsched.rescheduling.executor import Connect, Executor, connect
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.planner import Plan, plan
+from llumsched.rescheduling.planner import Plan, Watch, nobody_watches, plan
 from llumsched.rescheduling.policies import load_policies
 from llumsched.rescheduling.records import PassRecord, Records
 from llumsched.rescheduling.waking import Waking
@@ -69,7 +70,7 @@ class Rescheduler:
         *,
         table: Table | None = None,
         lease: Lease | None = None,
-        shares: Shares = nothing_shared,
+        shares: Shares = caches_unknown,
         clock: Callable[[], float] = time.monotonic,
         connect: Connect = connect,
     ) -> None:
@@ -131,14 +132,27 @@ class Rescheduler:
         """Makes one pass, now: starts its moves and leaves its record."""
         began_s = self._clock()
         # As of now: what is planned while the lease runs out must not go out as a person's order.
-        term = self._lease.term if self._lease is not None else 0
+        term = self._term
         skipped = self._reason_to_skip(term)
-        made = Plan((), ()) if skipped else self._plan(began_s)
+        made = Plan((), ()) if skipped else self._plan(began_s, self._history)
         self._log_broken(made)
         duration_ms = (self._clock() - began_s) * 1000
         numbers = self._executor.start(made.moves, term)
         self._counters.passed(duration_ms)
         return self._record(woken_by, duration_ms, made, numbers, skipped)
+
+    @property
+    def policies(self) -> list[str]:
+        """Names of its policies."""
+        return [policy.name for policy in self._policies]
+
+    def dry_run(self) -> DryRun:
+        """What a pass would do now, and why. Starts nothing and changes nothing: what it forgets is forgotten in a copy
+        of what is remembered."""
+        if skipped := self._reason_to_skip(self._term):
+            return DryRun(skipped)
+        watcher = Watcher()
+        return DryRun(plan=self._plan(self._clock(), self._history.copy(), watcher), watcher=watcher)
 
     def _log_broken(self, made: Plan) -> None:
         broken = [result for result in made.results if result.error is not None]
@@ -168,13 +182,18 @@ class Rescheduler:
             self._record(woken_by, (self._clock() - began_s) * 1000, Plan((), ()), (), f"it failed: {error!r}")
         return self._clock() - began_s
 
+    @property
+    def _term(self) -> int:
+        """That of its lease; 0 without one, and while another rescheduler has it."""
+        return self._lease.term if self._lease is not None else 0
+
     def _reason_to_skip(self, term: int) -> str:
         if not self._view.connected and self._view.age_s > LOST_S:
             return f"the view is {self._view.age_s:.0f} s old: its store is lost"
         return self._lease.reason if self._lease is not None and not term else ""
 
-    def _plan(self, now_s: float) -> Plan:
-        config, history = self.config, self._history
+    def _plan(self, now_s: float, history: History, watch: Watch = nobody_watches) -> Plan:
+        config = self.config
         instances = list(self._view.values())
         history.seen(instances)
         history.forget_expired(now_s)
@@ -185,6 +204,4 @@ class Rescheduler:
         if config.forward_status:
             snapshot = reported.copy()
             move_on(snapshot, view_s)
-        return plan(
-            snapshot, self._policies, history, config, now_s, view_s=view_s, shares=self._shares, reported=reported
-        )
+        return plan(snapshot, self._policies, history, config, now_s, view_s, self._shares, reported, watch)

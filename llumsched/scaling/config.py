@@ -85,9 +85,10 @@ class Config:
     interval_s: float = _scaling.setting(1.0, kinds.seconds(above=0), "between two looks at the load", mode=Mode.FULL)
 
 
-def faults(config: Config) -> Iterator[str]:
+def faults(config: Config, prefix: str = _scaling.prefix) -> Iterator[str]:
+    """`prefix`: of the flags by which it was said."""
     if config.high_freeness < config.low_freeness:
         yield (
-            f"--scaling-high-freeness {config.high_freeness:g} is below --scaling-low-freeness "
+            f"{prefix}high-freeness {config.high_freeness:g} is below {prefix}low-freeness "
             f"{config.low_freeness:g}: there would be too few and too many at a time"
         )

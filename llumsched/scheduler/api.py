@@ -211,14 +211,12 @@ class Api:
         return web.Response(body=await self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def debug_schedule(self, http: web.Request) -> web.Response:
-        if http.method == "POST":
-            asked = decode(await http.read(), Question)
-        else:
-            asked = msgspec.convert(dict(http.query), Question, strict=False)
+        asked = decode(await http.read(), Question) if http.method == "POST" else Question.of_query(http.query)
         try:
             decisions = self._dispatcher.decide(self._read(asked), asked.stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
-            return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
+            # 400 is for questions that are wrong.
+            return web.Response(status=_STATUS.get(error.kind, 503), text=str(error))
         policy = self._dispatcher.policy
         return _json(
             {
@@ -226,7 +224,16 @@ class Api:
                 "mode": policy.mode,
                 "warming": self._dispatcher.warmth.is_warming,
                 "view_age_s": round(self._dispatcher.view.age_s, 3),
-                "stages": [explain(one, self._dispatcher.step_models) for one in decisions.values()],
+                "stages": [
+                    explain(
+                        one,
+                        self._dispatcher.step_models,
+                        mode=policy.mode,
+                        metrics=asked.metrics,
+                        constants=policy.built_in_constants,
+                    )
+                    for one in decisions.values()
+                ],
             }
         )
 

@@ -19,6 +19,7 @@ from llumsched.cluster.providers.metadata import type_of
 from llumsched.dispatch.dispatcher import Assignment, Dispatcher, NotPlacedKind
 from llumsched.policy.document import Mode
 from llumsched.policy.metrics import METRICS
+from llumsched.prefix.metrics import PrefixMetrics
 from llumsched.scheduler.gauges import Gauge, exposition
 
 _STAGE_MS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -168,15 +169,7 @@ class _Cluster(Collector):
             value=self._dispatcher.ledger.num_expired,
         )
         if (hits := self._dispatcher.hits) is not None:
-            yield _gauge("scheduler_prefix_instances_in_sync", "Of which is known what they hold.", hits.num_instances)
-            yield _gauge("scheduler_prefix_index_blocks", "That are known to be held.", len(hits.index))
-            yield _gauge("scheduler_prefix_index_bytes", "Of what is known.", hits.index.num_bytes)
-            yield CounterMetricFamily(
-                "scheduler_prefix_resyncs", "Instances that told everything anew.", value=hits.num_resyncs
-            )
-            yield CounterMetricFamily(
-                "scheduler_prefix_blocks_left_out", "Without room in the index.", value=hits.index.num_left_out
-            )
+            yield from PrefixMetrics(hits).collect()
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

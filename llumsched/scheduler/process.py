@@ -31,11 +31,11 @@ from llumsched.dispatch.warmth import QUIET_S
 from llumsched.latency.profile import Profile, read_llumnix, read_profile
 from llumsched.policy.document import Mode, Policy
 from llumsched.prefix.hits import PrefixHits
-from llumsched.prefix.index import PrefixIndex
+from llumsched.prefix.index import USUAL_BLOCKS, PrefixIndex
 from llumsched.prefix.watches import CacheWatches
 from llumsched.rescheduling.config import Config as ReschedulingConfig
-from llumsched.rescheduling.draft import nothing_shared
-from llumsched.rescheduling.http import add_debug_route
+from llumsched.rescheduling.draft import caches_unknown
+from llumsched.rescheduling.http import add_debug_routes
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 from llumsched.scaling.config import Config as ScalingConfig
 from llumsched.scheduler import events, scaling
@@ -155,7 +155,7 @@ class SchedulerConfig:
         flag="--enable-cache-aware-scheduling",
     )
     cache_index_blocks: int = _dispatch.setting(
-        4_000_000,
+        USUAL_BLOCKS,
         kinds.integer(at_least=1),
         "blocks of all prefix caches together that are known, 16 bytes each; what several instances hold counts once",
     )
@@ -239,7 +239,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         overview = Overview(dispatcher, api.attainment, api.cached, scales)
         events.add_routes(app, store.view, rescheduler.records if rescheduler is not None else None, overview)
         if rescheduler is not None:
-            add_debug_route(app, rescheduler.records)
+            add_debug_routes(app, rescheduler)
         scaling.add_route(app, scales)
         if config.service_token_file:
             app.middlewares.insert(0, ServiceTokens(config.service_token_file).guard)
@@ -285,7 +285,7 @@ async def _reschedule(
         registry,
         table=dispatcher.table,
         lease=lease,
-        shares=dispatcher.hits.shares if dispatcher.hits is not None else nothing_shared,
+        shares=dispatcher.hits.shares if dispatcher.hits is not None else caches_unknown,
     )
     stack.push_async_callback(rescheduler.close)
     stack.push_async_callback(cancel, asyncio.create_task(rescheduler.run()))

@@ -31,6 +31,7 @@ from llumsched.gateway.placement import Placed
 from llumsched.gateway.scheduled import Scheduled
 from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime, NotScheduled, SchedulerAnswer, SchedulerWarming
 from llumsched.policy.document import Mode, Overrides, load_policy
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS
 from llumsched.request import Request
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.executor import Connect
@@ -50,6 +51,8 @@ class ControlConfig:
     """The policy of dispatch: a built-in one's name, or the path of a `.yaml` file."""
     top_k: int | None = None
     """In place of the policy's."""
+    priority_headroom: float | None = None
+    """For dispatch and rescheduling alike; None: what the rescheduler's settings say."""
     num_schedulers: int = 1
     """Requests go to them in turn. Each knows what it has sent itself and what statuses tell; the first reschedules."""
     rescheduling: ReschedulingConfig | None = field(default_factory=ReschedulingConfig)
@@ -69,6 +72,14 @@ class ControlConfig:
     """… and so much longer for each instance (`benchmarks/reschedule_pass.py`). No time passes in it here, but the
     pause after it depends on that."""
 
+    @property
+    def headroom(self) -> float:
+        """The one number that both go by."""
+        said = self.priority_headroom
+        if said is None and self.rescheduling is not None:
+            said = self.rescheduling.constants(of_own_file=True).get("priority_headroom")
+        return BUILT_IN_CONSTANTS["priority_headroom"] if said is None else said
+
 
 class Control:
     """Made and used on the loop; ended with `close`. `random` of the standard library is what production draws from:
@@ -85,7 +96,9 @@ class Control:
         """`statuses`: of all instances, as they are now; asked for with hindsight only."""
         clock = loop.time
         self.view = View(clock, wall_clock=clock)
-        policy = load_policy(config.policy, Mode.FULL, Overrides(top_k=config.top_k))
+        constants = {"priority_headroom": config.headroom}
+        overrides = Overrides(top_k=config.top_k, constants=constants, optional=frozenset(constants))
+        policy = load_policy(config.policy, Mode.FULL, overrides)
         staleness_s = config.account_staleness_s if config.account else 0.0
         self._account = Account(clock, staleness_s, is_blind=lambda: False)
         self.dispatcher = Dispatcher(
@@ -111,7 +124,7 @@ class Control:
             debounce_ms = max(config.rescheduling.debounce_ms, 1000 * SHARE * pass_s)
             self.rescheduler = Rescheduler(
                 self.view,
-                replace(config.rescheduling, debounce_ms=debounce_ms),
+                replace(config.rescheduling, debounce_ms=debounce_ms, priority_headroom=config.headroom),
                 table=self.dispatcher.table,
                 clock=clock,
                 connect=connect,

@@ -27,7 +27,6 @@ from llumlet.types import (
     RequestInfo,
     word,
 )
-from llumlet.urgency import is_urgent
 from llumsched.simulator import PS
 from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.moves_in import Arrivals
@@ -125,7 +124,7 @@ class Llumlet:
                 running=is_running,
                 position=position,
                 num_tokens=engine.num_tokens(one),
-                urgent=is_urgent(one.priority),
+                priority=one.priority,
                 movable=_why_not(one) == Reason.REASON_NONE,
             )
             for is_running, queue in ((True, running), (False, engine.waiting))

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from llumlet.urgency import is_urgent
+from llumlet.protocol.urgency import is_urgent
 from llumsched.simulator.blocks import Block
 
 

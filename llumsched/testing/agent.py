@@ -163,7 +163,7 @@ class SimulatedAgent:
         raise LlumletError(types.Reason.NOT_PORTABLE, "simulated instances move requests within their process")
 
     abort_migrate_in = reserve = copy_round = commit = withdraw = cancel = _peer
-    abort_handover = close_handover = query = adopt = claim = end_claim = _peer
+    abort_handover = close_handover = query = adopt = cached_prefix = claim = end_claim = _peer
 
     def watch_cache(self, request: types.WatchCacheRequest) -> AsyncGenerator[types.CacheChanges, None]:
         raise LlumletError(types.Reason.NOT_PORTABLE, "simulated instances have no prefix cache")

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlencode
@@ -17,12 +17,14 @@ from llumlet import kinds
 from llumlet.kinds import MARK, Kind
 from llumlet.loopback import is_loopback
 from llumlet.protocol.infer_type import InferType
-from llumlet.settings import Group
+from llumlet.settings import Group, entries, field_of
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.scaling.config import BOUNDS, Bounds
+from llumsched.scaling.config import Config as ScalingConfig
+from llumsched.scaling.config import faults as scaling_faults
 from llumsched.up import device
 from llumsched.up.autoscaler import LEAVE_S, AutoscalePlan
 from llumsched.up.cluster import ClusterPlan
@@ -48,11 +50,24 @@ OWN_FLAGS = {
     "--api-key": "the gateway sends requests on as they come, and asks engines for their models without a key",
 }
 """Flags of `vllm serve` that are set here, and why nobody else may."""
+_BY_PRIORITY: Final = "virtual-usage"
+"""The policy of dispatch that takes two more settings: moves by the load of the same formula, and engines that serve by
+priority."""
 _DRAIN: Final = "--llumlet-drain-seconds"
+_QUEUE: Final = "--scheduling-policy"
 _WIDTH_FLAGS = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp"))
 
 
 _cluster = Group("")
+_scaling = Group("autoscaling", "Of use with --autoscale.", "--autoscale-")
+_SCALING: Final = {entry.field: entry.setting for entry in entries(ScalingConfig) if entry.field != "bounds"}
+"""The scheduler's settings of the number of instances, by their fields, but for the bounds."""
+
+
+def _scaling_field() -> ScalingConfig:
+    """These settings under names of this command."""
+    parts = {name: replace(one, group=_scaling, flag=_scaling.flag(name), mode="") for name, one in _SCALING.items()}
+    return field_of(ScalingConfig(), **parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +83,7 @@ class UpConfig:
     autoscale: Bounds | None = _cluster.setting(
         None, BOUNDS, "in the place of --engines: from MIN to MAX engines, as the load is; MIN of them at first"
     )
-    autoscale_settle_s: float = _cluster.setting(
-        30.0, kinds.seconds(), "how long there must have been too many engines before one leaves"
-    )
+    scaling: ScalingConfig = _scaling_field()
     host: str = _cluster.setting(
         HOST, kinds.text("HOST"), "where the gateway listens; everything else listens at loopback"
     )
@@ -139,7 +152,7 @@ def _policy_faults(config: UpConfig) -> list[str]:
 
 def _engine_faults(config: UpConfig) -> Iterator[str]:
     for argument in config.engine_args:
-        flag = argument.partition("=")[0]
+        flag = _flag_of(argument)
         if flag in OWN_FLAGS:
             yield f"{flag} cannot be given for the engines: {OWN_FLAGS[flag]}"
 
@@ -165,8 +178,11 @@ def _gpu_faults(config: UpConfig) -> Iterator[str]:
 
 
 def _autoscale_faults(config: UpConfig) -> Iterator[str]:
-    if config.autoscale is not None and config.autoscale.most > MOST_ENGINES:
+    if config.autoscale is None:
+        return
+    if config.autoscale.most > MOST_ENGINES:
         yield f"--autoscale {config.autoscale}: more than {MOST_ENGINES} engines"
+    yield from scaling_faults(config.scaling, _scaling.prefix)
 
 
 CHECKS: Final = (
@@ -226,9 +242,19 @@ def _scheduler(config: UpConfig, address: Address, cms: Address) -> ComponentSpe
     command += ["--scheduling-policy", config.scheduling_policy]
     if config.enable_rescheduling:
         command += ["--enable-rescheduling", "--colocated-rescheduling-mode"]
+        if config.scheduling_policy == _BY_PRIORITY:
+            command += ["--rescheduling-neutral-load-metric", "virtual_usage"]
     if config.autoscale is not None:
-        command += ["--scaling", str(config.autoscale), "--scaling-settle-seconds", f"{config.autoscale_settle_s:g}s"]
+        command += ["--scaling", str(config.autoscale), *_scaling_flags(config.scaling)]
     return ComponentSpec("scheduler", tuple(command), f"http://{address}/healthz", START_TIMEOUT_S)
+
+
+def _scaling_flags(config: ScalingConfig) -> Iterator[str]:
+    """What is said beyond the defaults, in the scheduler's words."""
+    default = ScalingConfig()
+    for name, setting in _SCALING.items():
+        if (value := getattr(config, name)) != getattr(default, name):
+            yield from (setting.flag, str(value))
 
 
 def _gateway(config: UpConfig, port: int, scheduler: Address, ready_url: str) -> ComponentSpec:
@@ -252,6 +278,8 @@ def _engine(
     if config.autoscale is not None and _last_value(config.engine_args, _DRAIN) is None:
         # Who leaves has all the time that its streams take; `ClusterPlan.drain_s` counts when everything stops.
         command += [_DRAIN, f"{LEAVE_S:.0f}"]
+    if config.scheduling_policy == _BY_PRIORITY and _last_value(config.engine_args, _QUEUE) is None:
+        command += [_QUEUE, "priority"]
     cores: list[int] = []
     own: dict[str, str] = {"VLLM_NO_USAGE_STATS": environment.get("VLLM_NO_USAGE_STATS", "1")}
     if device.vllm_is_for_cpu():
@@ -317,11 +345,16 @@ def _last_value(arguments: tuple[str, ...], flag: str) -> str | None:
     """The value that counts of `--flag VALUE` or `--flag=VALUE`; the first, if it has several."""
     value = None
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        if argument == flag:
-            value = following
-        elif argument.startswith(f"{flag}="):
-            value = argument.partition("=")[2]
+        if _flag_of(argument) == flag:
+            _, equals, after = argument.partition("=")
+            value = after if equals else following
     return value
+
+
+def _flag_of(argument: str) -> str:
+    """The flag that an argument is, or begins with: vLLM takes underscores for dashes in long ones."""
+    flag = argument.partition("=")[0]
+    return flag.replace("_", "-") if flag.startswith("--") else flag
 
 
 def _looks_like_a_path(model: str) -> bool:

@@ -4,6 +4,7 @@ size."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from benchmarks.paper import __main__ as paper
 from benchmarks.paper import blind, cost, day, priorities, scale
 from benchmarks.paper.lab import INFAAS, PACKING, RANDOM, RANDOM_MOVES
 from benchmarks.paper.prefixes import TRACE
-from benchmarks.simulated import read_setting
+from benchmarks.simulated import add_rescheduling, read_setting
+from llumsched.simulator.control import ControlConfig
 from llumsched.simulator.metrics import Metrics, RequestRecord, Slo
 
 Rows = list[dict[str, Any]]
@@ -243,6 +245,17 @@ def test_a_setting_has_a_name_and_flags_of_its_own() -> None:
     assert moving.rescheduling is not None
     assert moving.rescheduling.horizon_s == 7
     assert moving.rescheduling.policies == ("decode_load",)
+
+
+@pytest.mark.parametrize("policy", ["virtual-usage", "load-balance+moves"])
+def test_room_beside_urgent_requests_is_one_number_for_a_setting(policy: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_rescheduling(parser)
+    setting = read_setting(policy, parser.parse_args(["--priority-headroom", "0.2"]))
+    control = ControlConfig(policy=setting.policy, rescheduling=setting.rescheduling)
+    assert setting.priority_headroom == 0.2
+    assert control.headroom == (0.2 if setting.rescheduling else 0.5)
+    assert ControlConfig(priority_headroom=0.3, rescheduling=setting.rescheduling).headroom == 0.3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from llumlet.block_hashes import HASH_BYTES, adapter_mask, chain, root_of
+from llumlet.block_hashes import HASH_BYTES, adapter_mask, chain, held_names, root_of
 from tests.engine.rig import BLOCK_SIZE, Rig
 from vllm_llumnix.engine import cached_blocks
 from vllm_llumnix.engine.cached_blocks import CachedBlocks
@@ -38,7 +38,11 @@ class Reader:
 
 
 def names_in(packed: bytes) -> set[int]:
-    return {int.from_bytes(packed[at : at + HASH_BYTES], "little") for at in range(0, len(packed), HASH_BYTES)}
+    return set(in_order(packed))
+
+
+def in_order(packed: bytes) -> list[int]:
+    return [int.from_bytes(packed[at : at + HASH_BYTES], "little") for at in range(0, len(packed), HASH_BYTES)]
 
 
 class Oracle:
@@ -82,6 +86,10 @@ def test_any_history(model_dir: Path, asynchronous: bool, seed: int) -> None:
         rig.turns(draw.randrange(1, 12))
         if draw.random() < 0.7:
             assert reader.read() == oracle.held()
+            for request in oracle.requests:
+                names = held_names(list(request.all_token_ids), BLOCK_SIZE, request.cache_salt or "")
+                found = [name in reader.names for name in in_order(names)]
+                assert rig.port.cached_blocks.num_leading(names) == [*found, False].index(False)
     assert reader.read() == oracle.held() == names_in(rig.port.cached_blocks.held())
     assert reader.resets == 1, "all else came as changes"
     assert reader.names
@@ -160,6 +168,8 @@ def test_salt_and_adapter_make_other_names(model_dir: Path) -> None:
     assert len(set().union(*told)) == 6 * 3
     plain = chain([5 + index % 90 for index in range(100)], BLOCK_SIZE, root_of(BLOCK_SIZE))
     assert told[1] == {int.from_bytes(name, "little") ^ adapter_mask("a") for name in plain}
+    token_ids = [5 + index % 90 for index in range(100)]
+    assert told[4] == names_in(held_names(token_ids, BLOCK_SIZE, "s", "a"))
 
 
 def test_no_names_from_the_first_image_on(model_dir: Path) -> None:

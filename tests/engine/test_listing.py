@@ -57,3 +57,22 @@ def test_urgent_requests_are_listed_as_such_and_taken_last(model_dir: Path) -> N
     assert {one.request_id: one.priority for one in listed} == {"urgent": -(1 << 40), "other": 1 << 40}
     move = Move("policy", Purpose.BALANCE, "a", "b", Selection(Unit.NUM_REQ, Order.FCR, 1), 1.0)
     assert [one.request_id for one in choose(listed, move, 1000, ())] == ["other"]
+
+
+def test_the_lowest_priority_is_taken_first_and_of_equals_the_longest(model_dir: Path) -> None:
+    """By the llumlet and by the rescheduler alike; who is urgent is not among them."""
+    loop = new_loop(model_dir)
+    for name, priority, num_prompt in (("urgent", -5, 90), ("short", 0, 40), ("long", 0, 80), ("batch", 10, 20)):
+        request = loop.rig.request(name, num_prompt)
+        request.priority = priority
+        loop.rig.scheduler.add_request(request)
+    loop.turns(6)
+    identity = EngineIdentity("a", "life", "digest", None, None, "cpu", False, False)
+    context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
+    departures: Any = SimpleNamespace(moves={})
+    listing = Listing(context, departures)
+    rule = MigrateRequest(migration_type=MigrationType.NUM_REQ, migration_req_policy=MigrationReqPolicy.LP, num_reqs=4)
+    assert listing.select(rule) == ["batch", "long", "short"]
+    move = Move("policy", Purpose.BALANCE, "a", "b", Selection(Unit.NUM_REQ, Order.LP, 4), 1.0)
+    listed = listing.requests([]).requests
+    assert [one.request_id for one in choose(listed, move, 1000, ())] == ["batch", "long", "short"]

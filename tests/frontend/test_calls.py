@@ -7,10 +7,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from vllm.lora.request import LoRARequest
 
+from llumlet.block_hashes import HASH_BYTES, adapter_mask, chain, root_of
 from llumlet.credential_files import CredentialFiles
 from llumlet.credentials import NONE, Credentials
 from llumlet.protocol import replay_words as words
@@ -21,7 +25,7 @@ from tests.frontend.fakes import request, until
 from tests.llumlet.fake_agent import FakeAgent
 from tests.support.authority import token_file
 from vllm_llumnix.adapters import Adapters
-from vllm_llumnix.frontend.calls import Calls
+from vllm_llumnix.frontend.calls import MOST_COMPARING, Calls
 from vllm_llumnix.frontend.origin import ClientStream
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.reach import Reach
@@ -29,6 +33,7 @@ from vllm_llumnix.request_wire import decode_state
 
 pytestmark = pytest.mark.asyncio
 RELAY = "tcp://127.0.0.1:7001"
+SIZE = 16
 
 
 class Caller:
@@ -36,7 +41,8 @@ class Caller:
 
     def __init__(self, credentials: Credentials = NONE) -> None:
         self.clients = PeerClients(credentials, Reach(anywhere=False))
-        self.calls = Calls(self.clients, credentials, lambda: RELAY, Adapters(None), self._answered)
+        cache: Any = SimpleNamespace(block_size=SIZE)
+        self.calls = Calls(self.clients, credentials, lambda: RELAY, Adapters(None), cache, self._answered)
         self._answers: asyncio.Queue[tuple[str, int, words.ReplayEvent]] = asyncio.Queue()
 
     def _answered(self, request_id: str, attempt: int, event: words.ReplayEvent) -> None:
@@ -176,3 +182,74 @@ async def test_an_abort_is_carried_out_although_nobody_waits(
     caller.calls.abort(words.AbortAt("r", str(server.address)))
     await until(lambda: agent.asked("abort"))
     assert list(agent.asked("abort")[0].request_ids) == ["r"]
+
+
+PROMPT = list(range(100, 140))
+DELIVERED = list(range(200, 230))
+
+
+def ask_cached(caller: Caller, *addresses: str, seconds: float = 30.0, **changes: Any) -> None:
+    stream = ClientStream(request("r", prompt_token_ids=PROMPT, **changes), "home")
+    effect = words.AskCached(stream, 3, list(addresses), DELIVERED, seconds)
+    caller.calls.ask_cached(effect, stream.request)
+
+
+async def test_what_engines_have_cached(caller: Caller, server: RunningServer, agent: FakeAgent) -> None:
+    """By names of the prompt and of what was delivered, in whole blocks; who cannot answer has nothing."""
+    agent.num_cached = 48
+    other = FakeAgent("other")
+    async with await serve(other) as beside:
+        places = str(server.address), str(beside.address), "127.0.0.1:1", "nowhere", "10.1.2.3:40001"
+        ask_cached(caller, *places)
+        assert await caller.answer() == words.CachedKnown(dict(zip(places, (48, 0, 0, 0, 0), strict=True)))
+    for one in (agent, other):
+        (asked,) = one.asked("cached_prefix")
+        assert asked.block_size == SIZE
+        assert asked.blocks == b"".join(chain(PROMPT + DELIVERED, SIZE, root_of(SIZE)))
+        assert len(asked.blocks) == 4 * HASH_BYTES
+
+
+async def test_salt_and_adapter_are_in_the_names(caller: Caller, server: RunningServer, agent: FakeAgent) -> None:
+    adapter = LoRARequest("story", 1, "/nowhere")
+    ask_cached(caller, str(server.address), cache_salt="salt", lora_request=adapter)
+    await caller.answer()
+    (asked,) = agent.asked("cached_prefix")
+    plain = chain(PROMPT + DELIVERED, SIZE, root_of(SIZE, "salt"))
+    masked = [int.from_bytes(name, "little") ^ adapter_mask("story") for name in plain]
+    assert asked.blocks == b"".join(name.to_bytes(HASH_BYTES, "little") for name in masked)
+
+
+async def test_who_does_not_say_in_time_what_it_has_cached_is_not_waited_for(
+    caller: Caller, server: RunningServer, agent: FakeAgent
+) -> None:
+    agent.delays["cached_prefix"] = 60.0
+    async with await serve(quick := FakeAgent("quick")) as beside:
+        quick.num_cached = 64
+        began = time.monotonic()
+        ask_cached(caller, str(server.address), str(beside.address), seconds=1.0)
+        known = await caller.answer()
+    assert time.monotonic() - began < 30.0
+    assert known == words.CachedKnown({str(server.address): 0, str(beside.address): 64})
+
+
+async def test_of_many_requests_at_once_some_are_not_asked_about(
+    caller: Caller, server: RunningServer, agent: FakeAgent
+) -> None:
+    agent.delays["cached_prefix"] = 60.0
+    stream = ClientStream(request("r", prompt_token_ids=PROMPT), "home")
+    for number in range(MOST_COMPARING):
+        effect = words.AskCached(stream, 100 + number, [str(server.address)], [], 60.0)
+        caller.calls.ask_cached(effect, stream.request)
+    await until(lambda: len(agent.asked("cached_prefix")) == MOST_COMPARING)
+    ask_cached(caller, str(server.address))
+    assert await caller.answer() == words.CachedKnown({}), "at once"
+    for number in range(MOST_COMPARING):
+        caller.calls.call_off(words.CallOff("r", 100 + number))
+    agent.delays.clear()
+    agent.num_cached = 32
+    known: words.ReplayEvent = words.CachedKnown({})
+    while known == words.CachedKnown({}):
+        await asyncio.sleep(0.01)
+        ask_cached(caller, str(server.address))
+        known = await caller.answer()
+    assert known == words.CachedKnown({str(server.address): 32})

@@ -48,6 +48,7 @@ EXAMPLES: dict[str, Message] = {
     "Peer/Close": messages.settle(),
     "Peer/Query": messages.settle(),
     "Peer/Adopt": messages.adopt(),
+    "Peer/CachedPrefix": messages.cached_prefix(),
     "Peer/Claim": messages.claim(),
     "Peer/EndClaim": messages.end_claim(),
 }

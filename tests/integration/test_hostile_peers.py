@@ -22,6 +22,7 @@ from llumlet.server import serve
 from llumlet.types import (
     AbortMigrateInRequest,
     AdoptRequest,
+    CachedPrefixRequest,
     ClaimRequest,
     CommitRequest,
     CopyRoundRequest,
@@ -303,6 +304,7 @@ METHODS = {
     "close_handover": SettleRequest,
     "query": SettleRequest,
     "adopt": AdoptRequest,
+    "cached_prefix": CachedPrefixRequest,
     "claim": ClaimRequest,
     "end_claim": EndClaimRequest,
 }

@@ -96,7 +96,8 @@ async def until_serves(cluster: Cluster) -> None:
 async def test_a_header_has_a_waiting_request_overtake_others(cluster: Cluster) -> None:
     await until_serves(cluster)
     async with cluster.client(ONLINE) as usual, cluster.client(ONLINE, **{"X-Priority": "-2"}) as urgent:
-        running = [await begin(usual, 600) for _ in range(SLOTS)]
+        # One slot after the other comes free: who gets them in one step has its first token in no order.
+        running = [await begin(usual, 300 + 150 * number) for number in range(SLOTS)]
         for stream in running:
             await stream.wait_for(5)
         # An answer begins with its first token: nobody waits for one before all have been sent.

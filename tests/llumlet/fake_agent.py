@@ -17,6 +17,8 @@ from llumlet.types import (
     AdoptRequest,
     AdoptResponse,
     CacheChanges,
+    CachedPrefixRequest,
+    CachedPrefixResponse,
     ClaimRequest,
     ClaimResponse,
     CommitRequest,
@@ -82,6 +84,8 @@ class FakeAgent:
         self.go.set()
         self.cache: list[CacheChanges] = []
         """What a watcher is told."""
+        self.num_cached = 0
+        """Tokens of any request that it has in its cache, as it says."""
         self.cache_ends = False
         """Whether a watcher is dismissed then; else it waits until it leaves."""
         self.left = asyncio.Event()
@@ -258,6 +262,10 @@ class FakeAgent:
         self.given_up = given_up
         await self._enter("adopt", request)
         return AdoptResponse(instance_id=self.instance_id, incarnation=self.incarnation)
+
+    async def cached_prefix(self, request: CachedPrefixRequest) -> CachedPrefixResponse:
+        await self._enter("cached_prefix", request)
+        return CachedPrefixResponse(num_tokens=self.num_cached)
 
     async def claim(self, request: ClaimRequest) -> ClaimResponse:
         await self._enter("claim", request)

@@ -7,6 +7,7 @@ from typing import Any
 
 from llumlet.types import (
     AdoptRequest,
+    CachedPrefixRequest,
     ClaimRequest,
     CommitRequest,
     CopyRoundRequest,
@@ -102,6 +103,10 @@ def adopt(**changes: Any) -> AdoptRequest:
         "holder": Holder(instance_id="A", incarnation="i-1", address="127.0.0.1:4000"),
     }
     return AdoptRequest(**(fields | changes))
+
+
+def cached_prefix(**changes: Any) -> CachedPrefixRequest:
+    return CachedPrefixRequest(**({"blocks": b"12345678" * 3, "block_size": 16} | changes))
 
 
 def claim(**changes: Any) -> ClaimRequest:

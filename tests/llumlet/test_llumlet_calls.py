@@ -51,6 +51,7 @@ CALLS = {
     "Close": ("close_handover", messages.settle()),
     "Query": ("query", messages.settle()),
     "Adopt": ("adopt", messages.adopt()),
+    "CachedPrefix": ("cached_prefix", messages.cached_prefix()),
     "Claim": ("claim", messages.claim()),
     "EndClaim": ("end_claim", messages.end_claim()),
 }

@@ -13,6 +13,7 @@ import pytest
 import llumlet
 from llumlet.proto.generate import generate
 from llumlet.protocol.errors import Reason as EngineReason
+from llumlet.protocol.selection import Order
 from llumlet.status_codes import STATUS_OF_REASON
 from llumlet.types import (
     InstanceMetadata,
@@ -51,7 +52,7 @@ def test_every_reason_has_a_status() -> None:
 
 def test_names_of_the_public_contract() -> None:
     assert MigrationType.keys()[1:] == ["NUM_REQ", "TOKEN", "RATIO"]
-    assert MigrationReqPolicy.keys()[1:] == ["LCR", "FCR", "LR", "SR", "FCW", "FCWSR"]
+    assert MigrationReqPolicy.keys()[1:] == ["LCR", "FCR", "LR", "SR", "FCW", "FCWSR", "LP"] == [*Order]
 
 
 def numbers(message: type[InstanceStatus | InstanceMetadata | MigrateRequest]) -> dict[int, str]:

@@ -113,6 +113,9 @@ def test_migrate_in() -> None:
             validation.adopt_faults(messages.adopt(holder=Holder(instance_id="A", incarnation="i", address="h"))),
             "holder.address",
         ),
+        (validation.cached_prefix_faults(messages.cached_prefix(blocks=b"")), "blocks has 0 bytes"),
+        (validation.cached_prefix_faults(messages.cached_prefix(blocks=b"123456789")), "blocks has 9 bytes"),
+        (validation.cached_prefix_faults(messages.cached_prefix(block_size=0)), "block_size is 0"),
         (validation.claim_faults(messages.claim(request_id="")), "request_id is empty"),
         (validation.claim_faults(messages.claim(epoch=Epoch(hop=3))), "a term above 0"),
         (validation.end_claim_faults(messages.end_claim(claim_id="c" * (64 << 10) + "c")), "claim_id has 65537"),
@@ -131,6 +134,7 @@ def test_legal_peer_messages() -> None:
     assert validation.settle_faults(unanswered) == []
     assert validation.adopt_faults(messages.adopt()) == []
     assert validation.adopt_faults(messages.adopt(holder=None)) == []
+    assert validation.cached_prefix_faults(messages.cached_prefix()) == []
     assert validation.claim_faults(messages.claim()) == []
     assert validation.end_claim_faults(messages.end_claim()) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,10 +34,20 @@ def chosen(unit: str, order: str, value: float, candidates: list[Candidate] | No
 
 @pytest.mark.parametrize(
     ("order", "expected"),
-    [("LCR", "dcba"), ("FCR", "abcd"), ("LR", "cabd"), ("SR", "bdac"), ("FCW", "wx"), ("FCWSR", "wx")],
+    [("LCR", "dcba"), ("FCR", "abcd"), ("LR", "cabd"), ("SR", "bdac"), ("FCW", "wx"), ("FCWSR", "wx"), ("LP", "cabd")],
 )
 def test_orders(order: str, expected: str) -> None:
     assert chosen("NUM_REQ", order, 10) == expected
+
+
+def test_who_has_the_largest_number_goes_first_and_of_equals_the_longest() -> None:
+    """Urgent ones go only if nobody else runs that could, and then in the same order."""
+    numbers = {"a": 0, "b": 10, "c": 0, "d": -3}
+    running = [msgspec.structs.replace(one, priority=numbers[one.request_id]) for one in queues() if one.running]
+    assert chosen("NUM_REQ", "LP", 10, running) == "bca"
+    assert chosen("TOKEN", "LP", 650, running) == "ba", "what does not fit is skipped"
+    urgent = [msgspec.structs.replace(one, priority=one.priority - 20) for one in running]
+    assert chosen("NUM_REQ", "LP", 10, urgent) == "bcad"
 
 
 def test_fcwsr_takes_running_requests_only_if_none_waits() -> None:
@@ -93,12 +104,12 @@ def test_words_and_values_that_do_not_exist(unit: str, order: str, value: float)
 
 
 candidates = st.lists(
-    st.tuples(st.booleans(), st.integers(1, 5000), st.booleans()),
+    st.tuples(st.booleans(), st.integers(1, 5000), st.booleans(), st.sampled_from([-(1 << 40), -1, 0, 0, 5, 1 << 40])),
     max_size=12,
 ).map(
     lambda drawn: [
-        Candidate(RequestId(f"r{at}"), running, at, tokens, movable)
-        for at, (running, tokens, movable) in enumerate(drawn)
+        Candidate(RequestId(f"r{at}"), running, at, tokens, movable, priority)
+        for at, (running, tokens, movable, priority) in enumerate(drawn)
     ]
 )
 rules = st.one_of(
@@ -122,6 +133,26 @@ def test_selection_never_exceeds_its_budget_unless_it_is_one_request(found: list
         asked = [c for c in asked if not c.running]
     assert bool(taken) == bool(asked)
     assert select(list(reversed(found)), rule, capacity_tokens=8000) == taken
+
+
+@given(candidates, st.sampled_from(Order))
+def test_urgent_requests_run_on_as_long_as_others_run_that_could_move(found: list[Candidate], order: Order) -> None:
+    by_id = {candidate.request_id: candidate for candidate in found}
+    taken = [by_id[name] for name in select(found, Rule(Unit.NUM_REQ, order, len(found) + 1), capacity_tokens=8000)]
+    running = [one for one in found if one.movable and one.running]
+    if any(one.priority >= 0 for one in running):
+        assert not [one for one in taken if one.running and one.priority < 0]
+
+
+@given(candidates, st.integers(1, 12))
+def test_nobody_of_lower_priority_stays_in_the_place_of_one_who_goes(found: list[Candidate], number: int) -> None:
+    """And of equals nobody longer."""
+    names = select(found, Rule(Unit.NUM_REQ, Order.LP, number), capacity_tokens=8000)
+    running = [one for one in found if one.movable and one.running]
+    others = [one for one in running if one.priority >= 0]
+    worth = {one.request_id: (one.priority, one.num_tokens) for one in others or running}
+    assert len(names) == min(number, len(worth))
+    assert [worth[name] for name in names] == sorted(worth.values(), reverse=True)[:number]
 
 
 # Limits

@@ -13,7 +13,15 @@ from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
 from llumlet.protocol.placement import IN_FLIGHT
-from llumlet.protocol.replay import CALL_SECONDS, REPLAY_SECONDS, RETRY_SECONDS, State
+from llumlet.protocol.replay import (
+    CALL_SECONDS,
+    COMPARE_SECONDS,
+    MOST_COMPARED,
+    REPLAY_SECONDS,
+    RETRY_SECONDS,
+    Replay,
+    State,
+)
 from llumlet.protocol.steps import LastSteps, name_of
 from llumlet.protocol.streams import GRACE_SECONDS, Stream
 
@@ -75,8 +83,8 @@ class Bench:
         output = wire.TokenOutput(request_id, epoch, base, first, list(tokens), finish)
         return self.hear(name, wire.TokenBatch(name, "1", name, [output]))
 
-    def open(self, *request_ids: str, never: str = "") -> list[Stream]:
-        streams = [Stream(request_id, 3, "A", never=never) for request_id in request_ids]
+    def open(self, *request_ids: str, never: str = "", num_prompt_tokens: int = 3) -> list[Stream]:
+        streams = [Stream(request_id, num_prompt_tokens, "A", never=never) for request_id in request_ids]
         for stream in streams:
             self.origin.open(stream, self.now)
         return streams
@@ -85,7 +93,9 @@ class Bench:
         self.origin.home_died(self.now)
         return self.origin.ready()
 
-    def answer(self, asked: words.Adopt | words.Identify, event: words.ReplayEvent) -> list[OriginEffect]:
+    def answer(
+        self, asked: words.AskCached | words.Adopt | words.Identify, event: words.ReplayEvent
+    ) -> list[OriginEffect]:
         self.origin.answered(asked.request_id, asked.attempt, event, self.now)
         return self.origin.ready()
 
@@ -106,6 +116,10 @@ class Bench:
 
 def adopts(effects: list[OriginEffect]) -> list[words.Adopt]:
     return [effect for effect in effects if isinstance(effect, words.Adopt)]
+
+
+def compared(effects: list[OriginEffect]) -> list[words.AskCached]:
+    return [effect for effect in effects if isinstance(effect, words.AskCached)]
 
 
 def kinds(effects: list[OriginEffect]) -> set[type]:
@@ -331,3 +345,85 @@ def test_without_another_engine_nothing_is_barred() -> None:
     bench.now += GRACE_SECONDS + 0.1
     bench.origin.look(bench.now)
     assert Fail in kinds(bench.origin.ready()), "now it will not"
+
+
+LONG = Replay.compares_from
+
+
+def test_of_a_long_stream_it_is_asked_who_has_it_cached() -> None:
+    """Once: an attempt that was refused is followed by another one at once."""
+    bench = Bench("B", "C", "D")
+    bench.open("r", num_prompt_tokens=LONG - 2)
+    bench.origin.take_home([Output("r", [10, 11])], None, bench.now)
+    (asked,) = compared(effects := bench.home_dies())
+    assert adopts(effects) == []
+    assert (sorted(asked.addresses), asked.delivered, asked.seconds) == (["B", "C", "D"], [10, 11], COMPARE_SECONDS)
+    assert bench.state() is State.COMPARING
+    (first,) = adopts(bench.answer(asked, words.CachedKnown({"B": 16, "D": 128})))
+    assert first.address == "D"
+    (second,) = adopts(bench.answer(first, words.AdoptRefused(Reason.DESTINATION_FULL)))
+    assert second.address == "B"
+    bench.answer(second, words.Adopted("B", "1"))
+    assert not bench.origin.is_busy
+
+
+def test_nobody_says_what_it_has_cached() -> None:
+    bench = Bench("B", "C")
+    bench.open("r", num_prompt_tokens=LONG)
+    (asked,) = compared(bench.home_dies())
+    (adopt,) = adopts(bench.answer(asked, words.CachedKnown({})))
+    assert adopt.address in {"B", "C"}
+    assert bench.answer(asked, words.CachedKnown({"B": 99})) == [], "the answer to a former replay"
+
+
+def test_a_handful_is_asked_and_first_where_the_request_was_sent() -> None:
+    """It has moved to B since, which is lost."""
+    others = [f"B{number}" for number in range(9)]
+    bench = Bench("B", *others)
+    bench.open("r", num_prompt_tokens=LONG)
+    bench.tokens("B", "r", 0, 20, epoch=Epoch(0, 1))
+    owner = bench.origin.owners.named("B")
+    assert owner is not None
+    owner.died("its process is gone", bench.now)
+    bench.origin.look(bench.now)
+    (asked,) = compared(bench.origin.ready())
+    assert len(asked.addresses) == MOST_COMPARED
+    assert asked.addresses[0] == "A"
+    (adopt,) = adopts(bench.answer(asked, words.CachedKnown({"A": LONG - 16})))
+    assert adopt.address == "A"
+
+
+def test_the_client_leaves_while_it_is_asked_who_has_it_cached() -> None:
+    bench = Bench("B", "C")
+    bench.open("r", num_prompt_tokens=LONG)
+    (asked,) = compared(bench.home_dies())
+    bench.origin.close(["r"], bench.now)
+    assert bench.origin.ready() == []
+    assert not bench.origin.is_busy
+    assert bench.answer(asked, words.CachedKnown({"B": LONG})) == []
+
+
+def test_a_suspect_is_tried_where_it_is_cached() -> None:
+    """It keeps its turn meanwhile."""
+    bench = Bench("B", "C")
+    bench.open("r", "s", num_prompt_tokens=LONG)
+    bench.steps["1"] = LastSteps(frozenset({name_of("r"), name_of("s")}))
+    first, second = compared(bench.home_dies())
+    for asked, at in ((first, "C"), (second, "B")):
+        (adopt,) = adopts(bench.answer(asked, words.CachedKnown({at: LONG})))
+        assert (adopt.request_id, adopt.address, adopt.trial_tokens) == (asked.request_id, at, 4)
+
+
+@pytest.mark.parametrize("why", ["short", "one engine", "its cache can be read"])
+def test_it_is_not_asked_where_it_makes_no_difference(why: str) -> None:
+    bench = Bench("B") if why == "one engine" else Bench("B", "C")
+    bench.open("r", num_prompt_tokens=LONG - 1 if why == "short" else LONG)
+    if why == "its cache can be read":
+        bench.hear("A", wire.Heartbeat("A", "1", wire.Health.HUNG, []))
+        bench.origin.look(bench.now)
+        effects = bench.origin.ready()
+    else:
+        effects = bench.home_dies()
+    assert compared(effects) == []
+    (adopt,) = adopts(effects)
+    assert (adopt.holder is not None) == (why == "its cache can be read")

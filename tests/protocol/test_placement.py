@@ -109,3 +109,40 @@ def test_who_leaves_the_queue_is_not_let_in() -> None:
     assert placement.come() == []
     placement.leave(names[0], taken=True, now=NOW)
     assert placement.come() == [names[-1]]
+
+
+def test_who_has_it_cached_is_preferred_as_long_as_that_outweighs_what_it_was_sent() -> None:
+    placement = Placement()
+    cached = {ENGINES[3]: 700, ENGINES[5]: 300}
+    sent: Counter[str] = Counter()
+    for number in range(16):
+        address = placement.choose(f"r-{number}", TOKENS, ENGINES, {}, NOW, cached)
+        if number == 0:
+            assert address == ENGINES[3], "whatever the hash says"
+        placement.enter(f"r-{number}", address, TOKENS, NOW)
+        sent[address] += 1
+    assert 2 <= sent[ENGINES[3]] <= 4, f"what all begin with is computed elsewhere rather than waited for: {sent}"
+    assert len(sent) >= 6
+
+
+def test_a_cache_is_no_reason_to_go_where_there_is_no_room_or_nobody_is_taken() -> None:
+    placement = Placement()
+    cached = {ENGINES[3]: 900}
+
+    def chosen(room: dict[str, int], now: float = NOW) -> set[str]:
+        return {placement.choose(f"r-{number}", TOKENS, ENGINES, room, now, cached) for number in range(50)}
+
+    assert chosen({}) == chosen(dict.fromkeys(ENGINES, TOKENS)) == {ENGINES[3]}
+    assert len(chosen(dict.fromkeys(ENGINES, 100 * TOKENS) | {ENGINES[3]: TOKENS - 1})) > 4
+    placement.shun(ENGINES[3], NOW)
+    assert ENGINES[3] not in chosen({})
+    assert chosen({}, NOW + SHUN_SECONDS) == {ENGINES[3]}
+
+
+def test_the_first_by_rank_is_who_is_chosen() -> None:
+    placement = Placement()
+    for number in range(20):
+        asked = f"r-{number}", TOKENS, ENGINES, {ENGINES[0]: 5 * TOKENS}, NOW
+        ranked = placement.ranked(*asked)
+        assert sorted(ranked) == sorted(ENGINES)
+        assert placement.choose(*asked) == placement.choose(*asked, {ranked[5]: 0}) == ranked[0]

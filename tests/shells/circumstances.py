@@ -53,7 +53,7 @@ def replays_only_at(cluster: Cluster, stream: Stream, names: str) -> Iterator[No
     core = stream.at.client.origin.core
     with (
         mock.patch.object(core, "targets", return_value=addresses),
-        mock.patch.object(core.placement, "choose", lambda _id, _tokens, left, _room, _now: left[0]),
+        mock.patch.object(core.placement, "choose", lambda _id, _tokens, left, *_: left[0]),
     ):
         yield
 

@@ -288,6 +288,8 @@ class Cluster(Serving):
             yield "probe", None
         if self.looks_for:
             yield "look for", None
+        if self.comparisons:
+            yield "compare", None
         for name, when in self.beat_at.items():
             if when <= self.now and self.engines[name].up and name not in self.stopped:
                 yield "beat", name
@@ -304,6 +306,8 @@ class Cluster(Serving):
                 self.probed()
             case "look for":
                 self.looked_for()
+            case "compare":
+                self.compared()
             case "beat":
                 self.beat(who)
             case "call":

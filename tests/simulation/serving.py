@@ -22,6 +22,7 @@ from llumlet.protocol.gate import Gate
 from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
 from llumlet.protocol.owners import Owner
+from llumlet.protocol.replay import Replay
 from llumlet.protocol.steps import LastSteps, name_of
 from llumlet.protocol.streams import Part, Stream
 from tests.protocol.world import Client, Engine, Message, Request, cell, cells_of
@@ -73,8 +74,16 @@ class Call:
     until: float
 
 
+class Comparing(Replay):
+    """However short its request is."""
+
+    compares_from = 1
+
+
 class Watched(Origin):
     """Says whom it could not help."""
+
+    replay_class: type[Replay] = Comparing
 
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(surroundings)
@@ -118,6 +127,7 @@ class Serving(Adopting):
         self.probes: list[tuple[Owner, float]] = []
         """Engines, and when they had been heard of last."""
         self.looks_for: list[words.AskWhetherGone] = []
+        self.comparisons: list[words.AskCached] = []
         self.num_tried = 0
         self.num_guilty = 0
         self._draws = itertools.count(1)
@@ -254,6 +264,8 @@ class Serving(Adopting):
                 self.probes.append((owner, owner.last_heard))
             case words.Log(text=text):
                 self.note(f"O: {text}")
+            case words.AskCached():
+                self.comparisons.append(effect)
             case words.Identify():
                 self._call("identify", effect, (), effect.seconds)
             case words.Adopt():
@@ -318,6 +330,13 @@ class Serving(Adopting):
             self.looks_for.remove(effect)
             gone = words.GoneKnown(self._is_gone(effect.address))
             self.origin.answered(effect.request_id, effect.attempt, gone, self.now)
+        self._carry_out()
+
+    def compared(self) -> None:
+        """Engines that are up say how much of a request they have cached: whatever they say, the choice is free."""
+        effect = self.comparisons.pop(0)
+        known = {name: len(self.engines[name].requests) for name in effect.addresses if self.engines[name].up}
+        self.origin.answered(effect.request_id, effect.attempt, words.CachedKnown(known), self.now)
         self._carry_out()
 
     def probed(self) -> None:

@@ -31,7 +31,7 @@ def arrived(phase: Phase, lengths: list[int]) -> list[EngineRequest]:
     """In the order of their arrival."""
     name = phase.name.lower()
     return [
-        EngineRequest(f"{name}-{at}", length, 10, priority=-(length % 3 == 0), arrived_ps=at, phase=phase)
+        EngineRequest(f"{name}-{at}", length, 10, priority=length % 4 - 1, arrived_ps=at, phase=phase)
         for at, length in enumerate(lengths)
     ]
 
@@ -52,7 +52,7 @@ def test_it_selects_as_engines_do(waiting: list[int], running: list[int], rule: 
     queued, decoding = arrived(Phase.WAITING, waiting), arrived(Phase.DECODE, running)
     candidates = [
         selection.Candidate(
-            RequestId(each.id), each in decoding, each.arrived_ps, each.num_tokens, urgent=each.num_tokens % 3 == 0
+            RequestId(each.id), each in decoding, each.arrived_ps, each.num_tokens, priority=each.priority
         )
         for each in queued + decoding
     ]

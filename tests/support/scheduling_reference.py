@@ -45,7 +45,7 @@ def _kv_cache_usage_ratio_projected(load: Load) -> float:
     return tokens / status.num_total_gpu_tokens
 
 
-def _priority_headroom(load: Load) -> float:
+def _urgent_headroom(load: Load) -> float:
     has_urgent = load.status.num_urgent_requests + load.sent.num_urgent_requests > 0
     return 1 / 2 if has_urgent or load.request.priority < 0 else 0.0
 
@@ -61,7 +61,7 @@ def _virtual_usage(load: Load) -> float:
         + status.num_unallocated_tokens_first_waiting_request
         + load.sent.num_tokens
     )
-    return tokens / status.num_total_gpu_tokens + _priority_headroom(load)
+    return tokens / status.num_total_gpu_tokens + _urgent_headroom(load)
 
 
 METRICS: dict[str, Callable[[Load], float]] = {
@@ -93,7 +93,7 @@ METRICS: dict[str, Callable[[Load], float]] = {
         + load.sent.num_decode_tokens
     ),
     "num_tokens": lambda load: load.sent.num_tokens,
-    "priority_headroom": _priority_headroom,
+    "urgent_headroom": _urgent_headroom,
     "virtual_usage": _virtual_usage,
 }
 

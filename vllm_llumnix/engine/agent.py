@@ -207,6 +207,13 @@ class LlumletAgent:
         with _refusals():
             return await self.adoptions.adopt(request, given_up)
 
+    async def cached_prefix(self, request: types.CachedPrefixRequest) -> types.CachedPrefixResponse:
+        """Whatever the loop is doing."""
+        blocks = self.context.loop.port.cached_blocks
+        if request.block_size != blocks.block_size:
+            return types.CachedPrefixResponse()
+        return types.CachedPrefixResponse(num_tokens=blocks.num_leading(request.blocks) * blocks.block_size)
+
     # What engines ask for that go on with our requests
 
     async def claim(self, request: types.ClaimRequest) -> types.ClaimResponse:

@@ -7,13 +7,14 @@ block: 8 bytes for each. Nothing is named of which a prompt's tokens do not say 
 on, prompts that are embeddings. Several blocks may hold the same; the name goes with the last of them.
 
     vLLM's loop        wraps: some microseconds for a block that is filled, nothing in a step that fills none
-    llumlet's thread   follow(), take(), held()
+    llumlet's thread   follow(), take(), held(), num_leading()
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
@@ -85,6 +86,12 @@ class CachedBlocks:
         names = np.frombuffer(self._names, "=u8")
         held: bytes = names[names != _UNNAMED].astype("<u8").tobytes()
         return held
+
+    def num_leading(self, names: bytes) -> int:
+        """How many of these blocks are held, a request's from the first on, up to one that is not. By halves, each with
+        one pass over the names: vLLM gives up what is behind a block before the block itself."""
+        held, asked = np.frombuffer(self._names, "=u8"), np.frombuffer(names, "<u8")
+        return bisect_left(range(len(asked)), True, key=lambda at: not (held == asked[at]).any())
 
     # Loop thread
 

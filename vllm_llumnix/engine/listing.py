@@ -17,7 +17,6 @@ from llumlet.types import (
     MovePhase,
     RequestInfo,
 )
-from llumlet.urgency import is_urgent
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.incoming import IncomingMove
@@ -73,7 +72,7 @@ class Listing:
                 running=is_running,
                 position=position,
                 num_tokens=request.num_tokens,
-                urgent=is_urgent(request.priority),
+                priority=request.priority,
                 movable=request.request_id not in self._departures.moves and self.why_not(request, asked) is None,
             )
             for is_running, queue in ((True, self._running()), (False, waiting))

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from llumlet.urgency import is_urgent
+from llumlet.protocol.urgency import is_urgent
 from vllm_llumnix.engine.load import NO_HIT, NOTHING, Hit, Load, Output, Place, Snapshot, share_of
 from vllm_llumnix.engine.vllm_types import Request
 

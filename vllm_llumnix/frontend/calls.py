@@ -6,17 +6,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from llumlet.block_hashes import held_names
 from llumlet.bridge import epoch_message, reason_of
 from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.protocol import replay_words as words
 from llumlet.protocol.errors import Refused
 from llumlet.tasks import Tasks
-from llumlet.types import AbortRequest, AdoptRequest
+from llumlet.types import AbortRequest, AdoptRequest, CachedPrefixRequest
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.deaths import is_gone
+from vllm_llumnix.frontend.vllm_types import CacheConfig
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.request_wire import RequestState, encode, state_from
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.llumnix")
 
+MOST_COMPARING: Final = 32
+"""Requests at a time for which it is asked who has them cached. Of those that are lost with one engine there may be
+more: they go on unasked, for the engines that are left have other things to do."""
 Answered = Callable[[str, int, words.ReplayEvent], None]
 """Told what came of a call, of the request's attempt of that number."""
 
@@ -38,15 +43,21 @@ class Calls:
         credentials: Credentials,
         relay_address: Callable[[], str],
         adapters: Adapters,
+        cache: CacheConfig,
         answered: Answered,
     ) -> None:
         self._clients = clients
         self._credentials = credentials
         self._relay_address = relay_address
         self._adapters = adapters
+        self._cache = cache
         self._answered = answered
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._others = Tasks()
+        self._num_comparing = 0
+
+    def ask_cached(self, effect: words.AskCached, request: EngineCoreRequest) -> None:
+        self._begin(effect, self._ask_cached(effect, request), words.CachedKnown({}))
 
     def identify(self, effect: words.Identify) -> None:
         self._begin(effect, self._identify(effect), words.AnswerLost(broken=False))
@@ -72,7 +83,7 @@ class Calls:
 
     def _begin(
         self,
-        effect: words.Identify | words.Adopt | words.AskWhetherGone,
+        effect: words.AskCached | words.Identify | words.Adopt | words.AskWhetherGone,
         call: Coroutine[Any, Any, words.ReplayEvent],
         failure: words.ReplayEvent,
     ) -> None:
@@ -91,6 +102,27 @@ class Calls:
                 self._answered(*key, event)
 
         task = self._attempts[key] = asyncio.get_running_loop().create_task(answer(), name="llumnix-replay")
+
+    async def _ask_cached(self, effect: words.AskCached, request: EngineCoreRequest) -> words.ReplayEvent:
+        if self._num_comparing >= MOST_COMPARING:
+            return words.CachedKnown({})
+        self._num_comparing += 1
+        try:
+            tokens, size = [*(request.prompt_token_ids or ()), *effect.delivered], self._cache.block_size
+            adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+            names = held_names(tokens, size, request.cache_salt or "", adapter)
+            asked = CachedPrefixRequest(blocks=names, block_size=size)
+            found = await asyncio.gather(*(self._num_cached(at, asked, effect.seconds) for at in effect.addresses))
+        finally:
+            self._num_comparing -= 1
+        return words.CachedKnown(dict(zip(effect.addresses, found, strict=True)))
+
+    async def _num_cached(self, address: str, asked: CachedPrefixRequest, seconds: float) -> int:
+        """0 for who does not answer, or cannot: it is of another version, say."""
+        try:
+            return (await self._clients.at(address).cached_prefix(asked, deadline_s=seconds)).num_tokens
+        except (LlumletCallFailed, ValueError):
+            return 0
 
     async def _identify(self, effect: words.Identify) -> words.ReplayEvent:
         try:
@@ -120,7 +152,7 @@ class Calls:
         except LlumletCallFailed as error:
             return _failure(error)
         logger.info(
-            "llumlet: request %s goes on at %s: %.1f MB of KV cache copied, %d tokens computed again",
+            "llumlet: request %s goes on at %s: %.1f MB of KV cache copied, at most %d tokens computed again",
             effect.request_id,
             answer.instance_id,
             answer.copied_bytes / 1e6,

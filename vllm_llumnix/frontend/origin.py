@@ -98,6 +98,7 @@ class OriginShell:
             self.credentials,
             lambda: self.ensure_relay().address,
             self.adapters,
+            vllm_config.cache_config,
             self._answered,
         )
         self._metrics = MoveMetrics(vllm_config.model_config.served_model_name, _settled_moves_of(self))
@@ -289,6 +290,8 @@ class OriginShell:
                 self._calls.spawn(self._probe(owner))
             case words.Log(text=text, level=level):
                 logger.log(level, "llumlet: %s", text)
+            case words.AskCached():
+                self._calls.ask_cached(effect, _ours(effect.stream).request)
             case words.Identify():
                 self._calls.identify(effect)
             case words.Adopt():
@@ -303,8 +306,7 @@ class OriginShell:
     def _fail(self, stream: ClientStream, explanation: str) -> None:
         if explanation:
             endings.explain(stream.request.external_req_id or stream.request_id, explanation)
-        failed = EngineCoreOutput(stream.request_id, [], finish_reason=FinishReason.ERROR)
-        self._enqueue([(stream, failed)], None)
+        self._enqueue([(stream, EngineCoreOutput(stream.request_id, [], finish_reason=FinishReason.ERROR))], None)
 
     async def _probe(self, owner: Owner) -> None:
         last_heard = owner.last_heard

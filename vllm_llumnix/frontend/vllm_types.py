@@ -23,12 +23,18 @@ class ModelConfig(Protocol):
     def get_vocab_size(self) -> int: ...
 
 
+class CacheConfig(Protocol):
+    block_size: int
+    """Tokens; that of the engine as soon as it is there."""
+
+
 class ParallelConfig(Protocol):
     _api_process_count: int
 
 
 class VllmConfig(Protocol):
     model_config: ModelConfig
+    cache_config: CacheConfig
     parallel_config: ParallelConfig
     lora_config: object | None
     shutdown_timeout: int

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+from llumlet.protocol.selection import Order
 from llumlet.types import MigrationReqPolicy, MigrationType
 from llumsched.cli import main, prepare
 from llumsched.commands import COMMANDS, load
@@ -37,7 +39,7 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
         "--stall-budget-ms must not be negative",
         "--timeout 'soon' is not a duration like 5, 500ms or 3m",
         "--rule 'MOST' is not one of NUM_REQ, TOKEN, RATIO",
-        "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR",
+        "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR, LP",
         "--value 'x' is not a number",
         "--to HOST:PORT is missing",
         "--from 'nowhere' is not HOST:PORT",
@@ -91,7 +93,7 @@ def test_a_variable_that_cannot_be_read_hides_no_other_fault(
             "--value 1.1 is not in (0, 1]",
         ),
         (["--rule", "RATIO", "--order", "SR", "--value", "nan"], "--value 'nan' is not a number"),
-        (["--all", "--order", "QQ"], "--order 'QQ' is not one of LCR, FCR, LR, SR, FCW, FCWSR"),
+        (["--all", "--order", "QQ"], "--order 'QQ' is not one of LCR, FCR, LR, SR, FCW, FCWSR, LP"),
         (["--all", "--timeout", "0"], "--timeout must be positive"),
     ],
 )
@@ -130,6 +132,11 @@ def test_what_rules_ask_for(flags: list[str], rule: str, order: str, value: tupl
     assert MigrationType.Name(request.migration_type) == rule
     assert MigrationReqPolicy.Name(request.migration_req_policy) == order
     assert (request.WhichOneof("value"), getattr(request, value[0])) == value
+
+
+def test_help_names_every_order() -> None:
+    orders = load("migrate").DESCRIPTION.partition("Orders: ")[2]
+    assert [order for order in Order if order not in re.findall(r"\b[A-Z]+\b", orders)] == []
 
 
 def test_source_and_destination_must_differ(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ def test_flags_change_a_policy() -> None:
         (Overrides(failover_domain="node"), "full: has no failoverFilter to set domain to node"),
         (Overrides(staleness_s=7), "full: has no stalenessFilter to set seconds to 7"),
         (Overrides(constants={"tpot_slo": 40}), "full: has no constant tpot_slo to set to 40"),
+        (Overrides(constants={"priority_headroom": 0.3}), "full: has no constant priority_headroom to set to 0.3"),
     ],
 )
 def test_a_flag_that_changes_nothing(overrides: Overrides, said: str) -> None:

@@ -59,7 +59,7 @@ LOADED = cases.instance(
         ("num_requests", 5 + 2 + 9 + 3),
         ("all_decodes_tokens_num", 11 + 13 + 17 + 19 + 200),
         ("num_tokens", 310),
-        ("priority_headroom", 0),
+        ("urgent_headroom", 0),
         ("virtual_usage", (1_000 + 200 + 50 + 7 + 310) / 10_000),
         ("freeness", (10_000 - 1_000 - 200 - 50 - 7 - 310) / (5 + 2 + 9 + 3)),
     ],
@@ -100,7 +100,7 @@ def test_who_is_urgent_and_who_comes_to_urgent_requests_needs_headroom(
 ) -> None:
     one = cases.instance("a", num_urgent_requests=there)
     columns = cases.candidates(one, sent={"a": Counters(num_urgent_requests=sent)}, priority=priority)
-    assert METRICS["priority_headroom"].values(columns).tolist() == [headroom]
+    assert METRICS["urgent_headroom"].values(columns).tolist() == [headroom]
     assert METRICS["virtual_usage"].values(columns).tolist() == [headroom]
 
 

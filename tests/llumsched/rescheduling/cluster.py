@@ -16,10 +16,12 @@ from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config, LoadTarget
+from llumsched.rescheduling.draft import caches_unknown
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
 from llumsched.rescheduling.planner import Plan, plan
 from llumsched.rescheduling.policies import ReschedulingPolicy, load_policies
+from tests.llumsched.cases import UNKNOWN, Known
 
 CAPACITY = 100_000
 
@@ -62,7 +64,7 @@ _policies = functools.lru_cache(maxsize=64)(load_policies)
 
 
 def snapshot(instances: Iterable[Instance], known: Provider | None = None) -> Snapshot:
-    table = standard_table(InFlight(), *([] if known is None else [known]))
+    table = standard_table(InFlight(), known or Known(UNKNOWN))
     for one in instances:
         table.appeared(one)
     return table.snapshot()
@@ -77,8 +79,8 @@ def planned(
     known: Provider | None = None,
     shares: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Plan:
-    """`policies`: instead of those of the configuration. `known`: how long steps take. `shares`: what prefix caches
-    have of each instance's."""
+    """`policies`: instead of those of the configuration. `known`: how long steps take; None: nothing is known of it.
+    `shares`: what prefix caches have of each instance's; None: that is not known."""
     used = _policies(config) if policies is None else policies
     return plan(
         snapshot(instances, known),
@@ -86,7 +88,7 @@ def planned(
         history or History(config),
         config,
         now_s,
-        shares=lambda one: (shares or {}).get(one, {}),
+        shares=caches_unknown if shares is None else lambda one: shares.get(one, {}),
     )
 
 

@@ -206,6 +206,12 @@ def test_selections(rule: str, order: str, value: str, fault: str) -> None:
         (["--cms", "127.0.0.1:1", "--colocated-rescheduling-mode"], ["is for `llumnix scheduler`"]),
         (["--cms", "127.0.0.1:1", "--enable-rescheduling=false"], ["leaves nothing to do"]),
         (["--cms", "127.0.0.1:1", "--port", "70000"], ["is not a port"]),
+        (["--cms", "127.0.0.1:1", "--cache-index-blocks", "9"], ["is of no use without --enable-cache-aware"]),
+        (["--cms", "127.0.0.1:1", "--enable-cache-aware-scheduling", "--cache-index-blocks", "0"], ["at least 1"]),
+        (
+            ["--cms", "127.0.0.1:1", "--rescheduling-policies=neutral_failover", "--priority-headroom=0.3"],
+            ["--priority-headroom: none of --rescheduling-policies has a use for it"],
+        ),
         (["--cms", "127.0.0.1:1", "--tpot-slo=40"], ["--tpot-slo: none of --rescheduling-policies has a use for it"]),
         (["--cms", "127.0.0.1:1", "--tpot-slo=40", "--rescheduling-policies=neutral_tpot"], []),
         (

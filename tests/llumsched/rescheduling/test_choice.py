@@ -29,12 +29,12 @@ def test_it_is_the_same(rows: list[tuple[int, bool, bool]], rule: tuple[Unit, fl
     for number, (length, running, movable) in enumerate(ordered):
         name = f"r{number:02}"
         phase = RequestInfo.DECODE if running else RequestInfo.WAITING
-        priority = -(length % 3 == 0)
+        priority = length % 4 - 1
         infos.append(
             RequestInfo(request_id=name, phase=phase, prompt_tokens=length, movable=movable, priority=priority)
         )
         position = number if running else number - num_running
-        candidates.append(llumlet.Candidate(llumlet.RequestId(name), running, position, length, movable, priority < 0))
+        candidates.append(llumlet.Candidate(llumlet.RequestId(name), running, position, length, movable, priority))
     theirs = llumlet.select(candidates, llumlet.parse_rule(rule[0], order, rule[1]), CAPACITY)
     move = Move("neutral_load", Purpose.BALANCE, "a", "b", Selection(rule[0], order, rule[1]), 0.0)
     ours = [info.request_id for info in choose(infos, move, CAPACITY, ())]
@@ -47,13 +47,13 @@ def test_it_is_the_same(rows: list[tuple[int, bool, bool]], rule: tuple[Unit, fl
 def test_urgent_requests_run_on_where_they_are_as_long_as_others_could_move() -> None:
     """Even where they alone would fit what is asked for."""
     rule = llumlet.parse_rule("TOKEN", "SR", 60)
-    urgent = llumlet.Candidate(llumlet.RequestId("urgent"), True, 0, 50, urgent=True)
+    urgent = llumlet.Candidate(llumlet.RequestId("urgent"), True, 0, 50, priority=-1)
     for movable, taken in ((True, "other"), (False, "urgent")):
         other = llumlet.Candidate(llumlet.RequestId("other"), True, 1, 100, movable)
         assert llumlet.select([urgent, other], rule, CAPACITY) == [taken]
     assert llumlet.select([urgent, other], llumlet.parse_rule("NUM_REQ", "SR", -1), CAPACITY) == ["urgent"]
     waiting = llumlet.Candidate(llumlet.RequestId("waiting"), False, 0, 10)
-    first = llumlet.Candidate(llumlet.RequestId("first"), False, 0, 10, urgent=True)
+    first = llumlet.Candidate(llumlet.RequestId("first"), False, 0, 10, priority=-1)
     assert llumlet.select([waiting, first, other], llumlet.parse_rule("NUM_REQ", "FCW", 1), CAPACITY) == ["first"]
 
 

@@ -195,7 +195,7 @@ async def test_a_pass_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptur
     registry = CollectorRegistry()
     rescheduler = Rescheduler(View(), Config(interval_ms=10, debounce_ms=1), registry=registry)
 
-    def broken(now_s: float) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("of the test")
 
     rescheduler._plan = broken

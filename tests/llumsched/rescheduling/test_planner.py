@@ -21,7 +21,7 @@ from llumsched.rescheduling.config import Config, LoadTarget, Scope
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.message import migrate_request
 from llumsched.rescheduling.moves import Move, Purpose, Selection
-from llumsched.rescheduling.planner import ends_of, plan
+from llumsched.rescheduling.planner import plan, screened
 from llumsched.rescheduling.policies import load_policies
 from tests.llumsched.cases import UNKNOWN, Known, distribution, table
 from tests.llumsched.rescheduling.cluster import CAPACITY, balancing, instance, pairs, planned
@@ -112,8 +112,8 @@ def test_predictions_are_of_what_was_reported_if_the_snapshot_has_been_moved_on(
     passed_s = 2.0  # of 4: more than 1.7 are left
     moved = reported.copy()
     moved["num_uncomputed_tokens_all_waiting_prefills"][:] /= 2
-    assert ends_of(policy, moved, passed_s, reported).sources.all()
-    assert not ends_of(policy, moved, passed_s).sources.any()
+    assert screened(policy, moved, passed_s, reported).ends.sources.all()
+    assert not screened(policy, moved, passed_s).ends.sources.any()
 
 
 @pytest.mark.parametrize("policy", ["neutral_tpot", "neutral_ttft"])
@@ -148,6 +148,46 @@ def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:
     nowhere = planned([instance("full", 0.9, **queue), instance("other", 0.95)], config)
     assert not nowhere.moves
     assert nowhere.results[0].refused == {"no_room": 1}
+
+
+def _queueing(cached: int) -> Instance:
+    """Three requests of 10,000 tokens wait, of which so many are cached, all in blocks that nobody holds."""
+    return instance(
+        "full",
+        0.9,
+        num_waiting_requests=3,
+        scheduler_waiting_to_decode_tokens_num=30_000,
+        num_unallocated_tokens_all_waiting_requests=30_000,
+        num_uncomputed_tokens_all_waiting_prefills=30_000 - 3 * cached,
+    )
+
+
+def test_what_waits_stays_where_its_prompt_is_cached_unless_it_is_so_elsewhere() -> None:
+    config = Config(policies=("neutral_waiting",))
+    cluster = [_queueing(cached=9_000), instance("room", 0.5), instance("other", 0.55)]
+    slow = Known(Coefficients(a=0.02, b=0.002, c=0.0, d=0.001, e=0.0))
+    refused = planned(cluster, config, known=slow, shares={})
+    assert not refused.moves, "eighteen seconds of prefill"
+    assert refused.results[0].refused == {"not_worth_it": 1}
+    [move] = planned(cluster, config, known=slow, shares={"full": {"other": 0.9}}).moves
+    assert (move.source, move.destination) == ("full", "other")
+    assert move.cost == pytest.approx(1.8 * (0.65**2 - 0.55**2), rel=1e-3), "900 tokens, of two milliseconds each"
+    for known, cached in ((Known(UNKNOWN), 9_000), (slow, 0), (slow, 1)):
+        [move] = planned([_queueing(cached), *cluster[1:]], config, known=known, shares={}).moves
+        assert (move.destination, move.cost) == ("room", 0)
+    [move] = planned(cluster, config, known=slow).moves
+    assert (move.destination, move.cost) == ("room", 0), "it may be cached there as well"
+
+
+def test_what_is_computed_again_costs_more_the_further_back_it_is() -> None:
+    """By the tokens that each of its own attends to."""
+    config = Config(policies=("neutral_waiting",))
+    attention = Known(Coefficients(a=0.02, b=0.0, c=1e-9, d=0.001, e=0.0))
+    cluster = [_queueing(cached=9_000), instance("room", 0.5)]
+    [all_lost] = planned(cluster, config, known=attention, shares={}).moves
+    [half_lost] = planned(cluster, config, known=attention, shares={"full": {"room": 0.5}}).moves
+    assert all_lost.cost == pytest.approx(9_000**2 / 2 * 1e-9 * (0.6**2 - 0.5**2), rel=1e-3)
+    assert half_lost.cost == pytest.approx(0.75 * all_lost.cost, rel=1e-3)
 
 
 STEPS = {"num_decode_steps": 1000, "decode_steps_s": 25.0}
@@ -191,6 +231,8 @@ def test_others_leave_where_urgent_requests_are_and_urgent_ones_stay() -> None:
     assert (move.source, move.destination) == ("urgent", "b")
     assert move.expected_tokens == pytest.approx(0.1 * CAPACITY, rel=0.1)
     assert pairs(planned(cluster, balancing())) == [("b", "urgent")]
+    little = replace(config, priority_headroom=0.2)
+    assert pairs(planned(cluster, little)) == [], "by which it is as full as the others"
 
 
 def test_urgent_requests_alone_are_evened_out_with_others_like_them_and_disturb_nobody_else() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from llumsched.rescheduling.config import POLICIES, Config, LoadTarget, Scope
 from llumsched.rescheduling.failover import RoundRobinPairs
 from llumsched.rescheduling.moves import Selection
 from llumsched.rescheduling.policies import load_policies, load_rescheduling_policy
+from tests.llumsched import cases
 from tests.llumsched.cases import distribution
 from tests.llumsched.rescheduling.cluster import instance, pairs, planned
 
@@ -81,6 +83,18 @@ def test_a_file_of_one_s_own_says_everything_itself(tmp_path: Path) -> None:
     assert (made.results[0].num_sources, made.results[0].num_destinations) == (1, 2)
 
 
+def test_the_headroom_of_urgent_requests_is_the_same_for_files_of_one_s_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("rescheduling: {selector: {metricBalanceSelector: {metric: virtual_usage}}}")
+    table = cases.table(cases.instance("a", num_urgent_requests=1))
+    for config, headroom in ((Config(), 0.5), (Config(priority_headroom=0.25), 0.25)):
+        config = replace(
+            config, policies=("neutral_load", "neutral_waiting", str(path)), neutral=LoadTarget("virtual_usage")
+        )
+        for policy in load_policies(config):
+            assert policy.selector.metric.values(table).tolist() == [headroom]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("section", "said"),
     [
@@ -129,8 +143,8 @@ class FirstToLast:
         draft.choose(first, last, move, cargo)
         return 1, 1
 """
-    cases = "[llumnix.pair_selectors]\nfirstToLast = tiny_pairs:FirstToLast\nnone = tiny_pairs:Move\n"
-    distribution(tmp_path, cases, source, "tiny_pairs")
+    entry_points = "[llumnix.pair_selectors]\nfirstToLast = tiny_pairs:FirstToLast\nnone = tiny_pairs:Move\n"
+    distribution(tmp_path, entry_points, source, "tiny_pairs")
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "mine.yaml"
     path.write_text("rescheduling: {selector: firstToLast}")

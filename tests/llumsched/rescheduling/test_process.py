@@ -8,18 +8,26 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
+from llumlet.block_hashes import chain, root_of
+from llumlet.server import serve as serve_llumlet
+from llumlet.types import CacheChanges
+from llumsched.rescheduling.process import serve as serve_rescheduler
 from llumsched.testing import SimulatedCluster, engine_model
-from tests.llumlet.fake_agent import until
-from tests.support.cms import cms_of
+from tests.llumlet.fake_agent import FakeAgent, until
+from tests.llumsched.rescheduling.cluster import balancing, instance
+from tests.support.cms import cms_of, embedded_store
 
 pytestmark = pytest.mark.asyncio
 ROOT = Path(__file__).resolve().parents[3]
+SIZE = 16
+HELD = b"".join(chain(range(200), SIZE, root_of(SIZE)))
 
 
 @pytest_asyncio.fixture(params=["watch", "redis"])
@@ -71,3 +79,42 @@ async def test_it_balances_and_says_so(cms: str) -> None:
     assert 1 <= len(shown["passes"]) <= 5
     assert shown["moves"][0]["policy"] == "neutral_load"
     assert (shown["moves"][0]["source"], shown["moves"][0]["destination"]) == ("sim-0", "sim-1")
+
+
+async def test_it_hears_what_caches_hold_and_weighs_it() -> None:
+    """`test_what_the_destination_has_is_not_copied` of the planner, over real streams: too much to copy, but for who
+    has nearly all of it."""
+    config = balancing(interval_ms=0, link_bytes_per_s=4e10)
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(embedded_store())
+        for name, load, held in (("a", 0.9, HELD), ("b", 0.5, b""), ("c", 0.52, HELD)):
+            agent = FakeAgent(name)
+            agent.cache = [CacheChanges(number=1, reset=True, stored=held)]
+            llumlet = await stack.enter_async_context(await serve_llumlet(agent))
+            life = {"incarnation": "i-1", "update_id": 1, "llumlet_port": llumlet.port}
+            one = instance(name, load, bytes_per_block=1 << 28, cache_block_size=SIZE, **life)
+            assert one.status is not None
+            store.view.put_metadata(one.metadata)
+            assert store.view.put_status(one.status)
+        address = str(store.address)
+        blind = await serve_rescheduler(address, config)
+        stack.push_async_callback(blind.close)
+        aware = await serve_rescheduler(address, config, num_cached_blocks=1000, port=0)
+        stack.push_async_callback(aware.close)
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        text = ""
+        async with asyncio.timeout(60):
+            while "scheduler_prefix_index_blocks 12.0" not in text:
+                await asyncio.sleep(0.02)
+                text = await _metrics(client, aware.port)
+        assert "scheduler_prefix_instances_in_sync 3.0" in text
+        await until(lambda: len(blind.store.view) == 3)
+        assert [result.num_moves for result in blind.rescheduler.run_pass().results] == [0]
+        assert [result.num_moves for result in aware.rescheduler.run_pass().results] == [1]
+        [move] = aware.rescheduler.records.moves
+        assert (move.move.source, move.move.destination) == ("a", "c")
+
+
+async def _metrics(client: aiohttp.ClientSession, port: int) -> str:
+    async with client.get(f"http://127.0.0.1:{port}/metrics") as answer:
+        return await answer.text()

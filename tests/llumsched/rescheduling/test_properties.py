@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llumlet.protocol.selection import Order, Unit
+from llumsched.cluster.instance import Instance
+from llumsched.latency.fitting import Coefficients
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Purpose, Selection
+from tests.llumsched.cases import Known
 from tests.llumsched.rescheduling.cluster import CAPACITY, Cluster, balancing, instance, planned
 
 DEADLINE: Any = {"deadline": None, "max_examples": 60}
@@ -147,3 +150,71 @@ def test_storm_after_an_outage_is_capped() -> None:
     names = {f"h{number}": [1000] * 80 for number in range(100)} | {f"c{number}": [] for number in range(100)}
     cluster = Cluster(names)
     assert [len(cluster.step()) for _ in range(2)] == [32, 32]
+
+
+TOKEN_S = 1e-3
+"""Of a prefill, in the model of `KNOWN`."""
+KNOWN = Known(Coefficients(a=0.02, b=TOKEN_S, c=0.0, d=0.001, e=0.0))
+queues = st.fixed_dictionaries(
+    {
+        "load": st.floats(0, 1),
+        "number": st.integers(0, 4),
+        "length": st.integers(2, 20_000),
+        "cached": st.floats(0, 1),
+        "held": st.floats(0, 1),
+    }
+)
+
+
+def _told(length: int, cached: float) -> tuple[int, int]:
+    """Tokens of a request that are cached, and those that its instance tells to be uncomputed: none, if it is one."""
+    num_cached = round(cached * (length - 1))
+    uncomputed = length - num_cached
+    return num_cached, uncomputed if uncomputed > 1 else 0
+
+
+def _waiting(name: str, load: float, number: int, length: int, cached: float, held: float) -> Instance:
+    """So many wait, of one length, of which a share is cached, and of that a share in blocks that others hold."""
+    num_cached, uncomputed = _told(length, cached)
+    return instance(
+        name,
+        load,
+        num_waiting_requests=number,
+        scheduler_waiting_to_decode_tokens_num=number * length,
+        num_uncomputed_tokens_all_waiting_prefills=number * uncomputed,
+        num_unallocated_tokens_all_waiting_requests=number * (length - round(held * num_cached)),
+    )
+
+
+@settings(**DEADLINE)
+@given(st.lists(queues, min_size=2, max_size=8), st.floats(0, 1))
+def test_what_waits_never_moves_at_a_loss(rows: list[dict[str, Any]], share: float) -> None:
+    """What it costs, computed here by hand: as long as it is computed again, the destination holds it for nothing."""
+    config = Config(policies=("neutral_waiting",))
+    cells = {f"i{number}": row for number, row in enumerate(rows)}
+    cluster = {name: _waiting(name, **row) for name, row in cells.items()}
+    shares = {name: dict.fromkeys(cluster.keys() - {name}, share) for name in cluster}
+    for move in planned(cluster.values(), config, known=KNOWN, shares=shares).moves:
+        assert move.gain > move.cost
+        here, there = cells[move.source], cluster[move.destination].status
+        assert there is not None
+        _, uncomputed = _told(here["length"], here["cached"])
+        lost = max(here["length"] - uncomputed - 1, 0) * (1 - share)
+        queued = max(
+            there.num_uncomputed_tokens_all_waiting_prefills, there.num_unallocated_tokens_all_waiting_requests
+        )
+        before = (there.num_used_gpu_tokens + queued) / CAPACITY
+        after = before + move.expected_tokens / CAPACITY
+        assert move.cost == pytest.approx(lost * TOKEN_S * (after**2 - before**2), rel=1e-6, abs=1e-9)
+
+
+@settings(**DEADLINE)
+@given(st.lists(queues, min_size=2, max_size=8))
+def test_without_prefix_caching_a_queue_costs_nothing_and_moves_as_if_no_step_were_told(
+    rows: list[dict[str, Any]],
+) -> None:
+    config = Config(policies=("neutral_waiting",))
+    cluster = [_waiting(f"i{number}", **row | {"cached": 0.0}) for number, row in enumerate(rows)]
+    made = planned(cluster, config, known=KNOWN, shares={})
+    assert made == planned(cluster, config)
+    assert all(move.cost == 0 for move in made.moves)

@@ -94,7 +94,8 @@ async def test_without_a_token_it_says_only_that_it_lives(scheduler: RunningSche
         assert await _status(scheduler, "GET", path, shown) == 200
 
 
-READS = (("GET", "/debug/view"), ("GET", "/debug/schedule"), ("POST", "/debug/schedule"))
+READS = (("GET", "/debug/view"), ("GET", "/debug/schedule"), ("POST", "/debug/schedule"),
+         ("POST", "/debug/rescheduling/plan"))  # fmt: skip
 LOOKS = (("GET", "/metrics"), ("GET", "/"), ("GET", "/page.js"))
 PLACES = (("POST", "/schedule"), ("POST", "/report"), ("POST", "/release"))
 

@@ -25,6 +25,7 @@ from llumsched.policy.filters import MetricBasedFilter
 from llumsched.rescheduling.policies import load_rescheduling_policy
 from llumsched.scheduler.process import SchedulerConfig
 from tests.llumlet.fake_agent import until
+from tests.llumsched import cases
 from tests.llumsched.conftest import start
 from tests.llumsched.latency.test_fitting import TRUE
 
@@ -185,6 +186,26 @@ def test_what_the_rescheduler_reads_as_well_may_change_nothing_in_the_policy(tmp
     assert (str(found.failover_domain), found.staleness_s) == ("node", 9.0)
 
 
+def test_the_headroom_of_urgent_requests_is_one_number_for_dispatch_and_rescheduling() -> None:
+    flags = ["--scheduling-policy=virtual-usage", "--priority-headroom=0.3"]
+    moves = ["--colocated-rescheduling-mode", "--rescheduling-neutral-load-metric=virtual_usage"]
+    found = config(*flags, *moves)
+    assert found.rescheduling is not None
+    balance = load_rescheduling_policy("neutral_load", found.rescheduling).selector
+    [dispatch] = [one for one in found.policy.stages[InferType.NEUTRAL].metrics if one.name == "virtual_usage"]
+    table = cases.table(cases.instance("a", num_urgent_requests=1))
+    assert [one.values(table).tolist() for one in (dispatch, balance.metric)] == [[0.3], [0.3]]  # type: ignore[attr-defined]
+    assert config("--priority-headroom=0", *moves).rescheduling is not None, "what waits heeds it, whatever the policy"
+    assert parsed("--priority-headroom=0.3")[0] == [
+        "policy load-balance: full: has no constant priority_headroom to set to 0.3"
+    ]
+    assert parsed(*flags[:1], "--priority-headroom=1.1")[0] == ["--priority-headroom must be from 0 to 1"]
+    by_name = "--policy-constant=priority_headroom=0.3"
+    assert config(flags[0], by_name, *moves).policy == found.policy
+    said = "--policy-constant priority_headroom: --priority-headroom says it as well"
+    assert parsed(*flags, by_name, *moves)[0] == [said]
+
+
 def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     endpoints = "10.0.0.1:8000,http://b:8001,c:8002=prefill,[::1]:8003=decode,10.0.0.1:8000"
@@ -287,6 +308,33 @@ async def test_a_password_stays_out_of_the_log(caplog: pytest.LogCaptureFixture)
     assert "somebody" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("policy", "warns"), [("load-balance", True), ("round-robin", True), ("prefix-cache", False), ("slo", False)]
+)
+def test_prefixes_that_no_policy_heeds_are_warned_of(policy: str, warns: bool) -> None:
+    found = config("--enable-cache-aware-scheduling", f"--scheduling-policy={policy}")
+    assert [policy in warning for warning in scheduler._warnings(found)] == [True] * warns
+    assert list(scheduler._warnings(config(f"--scheduling-policy={policy}"))) == []
+
+
+@pytest.mark.asyncio
+async def test_warnings_come_before_it_serves(caplog: pytest.LogCaptureFixture) -> None:
+    found = config("--port=0", "--cms=listen://127.0.0.1:0", "--enable-cache-aware-scheduling")
+    with caplog.at_level(logging.INFO, "llumnix.scheduler"):
+        serving = asyncio.create_task(scheduler._serve(found))
+        try:
+            await until(lambda: len(caplog.records) > 1)
+        finally:
+            await end(serving)
+    first, second = caplog.records[:2]
+    assert first.levelno == logging.WARNING
+    assert first.message == (
+        "--enable-cache-aware-scheduling: no formula of the policy load-balance reads what prefix caches hold: nothing "
+        "is placed by it; the policy prefix-cache does"
+    )
+    assert second.message.startswith("at http://")
+
+
 @pytest.mark.asyncio
 @pytest.mark.timeout(180)
 async def test_a_life() -> None:
@@ -307,6 +355,10 @@ async def test_a_life() -> None:
                 assert json.loads(out)["stages"][0]["chosen"] is None
             else:
                 assert out.decode().startswith("neutral: nobody (load-balance, full mode")
+        explain = await start("explain", "--scheduler", address, "--metric", "freeness,none_such")
+        _, err = await asyncio.wait_for(explain.communicate(), 90)
+        assert explain.returncode == 2
+        assert b"metric 'none_such' is unknown; known: all_decodes_tokens_num, " in err
     finally:
         process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(process.communicate(), 60)

@@ -237,6 +237,20 @@ async def test_why(client: Client) -> None:
     assert json.loads(text)["stages"][0]["chosen"] == "b"
 
 
+async def test_further_metrics_are_told_to_who_asks(client: Client) -> None:
+    cases.put(client.running.view, "a", 2, num_waiting_requests=3, api_server_port=8097, node_id="a")
+    asked = {"model": "m", "metrics": ["num_waiting_requests", "freeness"]}
+    answers = [(await client.post("/debug/schedule", asked))[1]]
+    answers += [json.loads((await client.get("/debug/schedule?model=m&metrics=num_waiting_requests,+freeness"))[1])]
+    for answer in answers:
+        (stage,) = answer["stages"]
+        assert [one["name"] for one in stage["metrics"] if not one["compared"]] == ["num_waiting_requests", "freeness"]
+        assert [one["metrics"]["num_waiting_requests"] for one in stage["instances"]] == [3.0, 0.0, 0.0]
+    status, said = await client.post("/debug/schedule", {"metrics": ["freenes"]})
+    assert (status, said[:42]) == (400, "metric 'freenes' is unknown; known: all_de")
+    assert (await client.post("/debug/schedule", {"metrics": ["freeness"] * 65}))[0] == 400
+
+
 async def test_what_a_policy_s_file_says_of_priorities_decides(tmp_path: Path) -> None:
     file = tmp_path / "urgent.yaml"
     file.write_text("""

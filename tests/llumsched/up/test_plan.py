@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llumsched import cli
 from llumsched.scaling.config import Bounds
+from llumsched.scaling.config import Config as ScalingConfig
 from llumsched.up import device
 from llumsched.up.autoscaler import LEAVE_S
 from llumsched.up.plan import CHECKS, UpConfig, plan_of
@@ -143,10 +145,10 @@ def test_the_gateway_listens_beyond_this_machine_only_if_that_is_said() -> None:
 
 
 def test_engines_that_come_and_go_have_places_names_and_ports_of_their_own() -> None:
-    made = plan_of(UpConfig("m", autoscale=Bounds(2, 4), autoscale_settle_s=7.0, **ANY_PORTS))
+    made = plan_of(UpConfig("m", autoscale=Bounds(2, 4), scaling=ScalingConfig(settle_s=7.0), **ANY_PORTS))
     assert [engine.name for engine in made.engines] == ["engine-0", "engine-1"]
     assert values(made.scheduler.command, "--scaling") == ["2:4"]
-    assert values(made.scheduler.command, "--scaling-settle-seconds") == ["7s"]
+    assert values(made.scheduler.command, "--scaling-settle-seconds") == ["7.0"]
     assert "2 of up to 4 engines are ready" in made.greeting
     assert made.autoscale is not None
     later = [made.autoscale.engine(3, life) for life in (0, 1)]
@@ -168,8 +170,64 @@ def test_engines_that_come_and_go_have_places_names_and_ports_of_their_own() -> 
         (["--autoscale", "many"], "--autoscale 'many' is not MIN:MAX"),
         (["--autoscale", "1:900"], "--autoscale 1:900: more than 256 engines"),
         (["--autoscale", "1:2", "--engines", "2"], "--engines and --autoscale exclude each other"),
+        (["--autoscale-ttft-seconds", "2"], "--autoscale-ttft-seconds is of no use without --autoscale"),
+        (
+            ["--autoscale", "1:2", "--autoscale-tpot-seconds", "often"],
+            "--autoscale-tpot-seconds 'often' is not a duration",
+        ),
+        (
+            ["--autoscale", "1:2", "--autoscale-low-freeness", "400"],
+            "--autoscale-high-freeness 320 is below --autoscale-low-freeness 400: there would be",
+        ),
     ],
 )
 def test_numbers_of_engines_that_are_none(words: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["up", "org/m", "--port", "0", "--scheduler-port", "0", "--cms-port", "0", *words]) == 2
     assert fault in capsys.readouterr().err
+
+
+def test_the_scheduler_is_told_what_is_said_of_the_number_of_engines() -> None:
+    """Every setting that it has of that; of those that are as they are anyway, nothing."""
+    told = {
+        "low-freeness": "200.0", "high-freeness": "350.0", "cold-start-seconds": "100.0", "ttft-seconds": "2.5",
+        "tpot-seconds": "0.08", "settle-seconds": "7.0", "interval-seconds": "0.5",
+    }  # fmt: skip
+    ports = ["--port", "0", "--scheduler-port", "0", "--cms-port", "0"]
+    flags = [word for name, value in told.items() for word in (f"--autoscale-{name}", value)]
+    config, _, faults = cli.prepare("up", ["up", "org/m", "--autoscale", "1:4", *ports, *flags], {})
+    assert not faults
+    command = plan_of(config).scheduler.command
+    assert {name: values(command, f"--scaling-{name}") for name in told} == {name: [told[name]] for name in told}
+    made, _, faults = cli.prepare("scheduler", ["scheduler", *command[command.index("--scaling") :]], {})
+    assert not faults
+    assert made.scaling == replace(config.scaling, bounds=Bounds(1, 4))
+    plain, _, _ = cli.prepare("up", ["up", "org/m", "--autoscale", "1:4", *ports], {})
+    assert not [word for word in plan_of(plain).scheduler.command if word.startswith("--scaling-")]
+
+
+def test_virtual_usage_takes_moves_and_engines_along() -> None:
+    made = plan_of(UpConfig("m", scheduling_policy="virtual-usage", **ANY_PORTS))
+    assert values(made.scheduler.command, "--scheduling-policy") == ["virtual-usage"]
+    assert values(made.scheduler.command, "--rescheduling-neutral-load-metric") == ["virtual_usage"]
+    assert all(values(engine.command, "--scheduling-policy") == ["priority"] for engine in made.engines)
+    command = made.scheduler.command
+    assert not cli.prepare("scheduler", ["scheduler", *command[command.index("--scheduling-policy") :]], {}).faults
+    alone = plan_of(UpConfig("m", scheduling_policy="virtual-usage", enable_rescheduling=False, **ANY_PORTS))
+    assert not [word for word in alone.scheduler.command if "rescheduling" in word]
+    other = plan_of(UpConfig("m", **ANY_PORTS))
+    assert "--rescheduling-neutral-load-metric" not in other.scheduler.command
+    assert "--scheduling-policy" not in other.engines[0].command
+
+
+@pytest.mark.parametrize(
+    "said", [("--scheduling-policy", "fcfs"), ("--scheduling-policy=fcfs",), ("--scheduling_policy=fcfs",)]
+)
+def test_who_says_how_engines_serve_is_heeded(said: tuple[str, ...]) -> None:
+    made = plan_of(UpConfig("m", scheduling_policy="virtual-usage", engine_args=said, **ANY_PORTS))
+    assert made.engines[0].command[-len(said) :] == said
+    assert "priority" not in made.engines[0].command
+
+
+def test_flags_of_ours_are_known_with_underscores_too() -> None:
+    (fault,) = faults_of(UpConfig("m", engine_args=("--llumlet_cms=a:1",), **ANY_PORTS))
+    assert "--llumlet-cms cannot be given for the engines" in fault

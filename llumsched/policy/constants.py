@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values for the constants that policies' files define, from a command line, a variable or a file of settings."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from llumlet import kinds
+from llumlet.kinds import Faulty, Kind
+
+Constants = tuple[tuple[str, float], ...]
+"""Names and values, each name once."""
+
+
+def _read(texts: list[str]) -> Constants:
+    found: dict[str, float] = {}
+    faults = []
+    for part in filter(None, map(str.strip, ",".join(texts).split(","))):
+        name, _, text = map(str.strip, part.partition("="))
+        if not (name.isidentifier() and text):
+            faults.append(f"{part!r} is not NAME=VALUE")
+            continue
+        try:
+            value = kinds.number().read(text)
+        except ValueError as error:
+            faults.append(f"{name}: {error}")
+            continue
+        if found.setdefault(name, value) != value:
+            faults.append(f"{name}: both {found[name]:g} and {value:g}")
+    if faults:
+        raise Faulty(faults)
+    return tuple(found.items())
+
+
+POLICY_CONSTANTS: Final[Kind[Constants]] = Kind(_read, "NAME=VALUE[,NAME=VALUE…]", repeated=True)
+"""A list with commas, which may be given several times."""
+FLAG: Final = "--policy-constant"

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a rescheduler in a process of its own knows prefix caches. Inside a scheduler it knows what dispatch does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from llumlet import kinds
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group
+from llumsched.prefix.index import USUAL_BLOCKS
+
+_AWARE: Final = "--enable-cache-aware-scheduling"
+_INDEX_BLOCKS: Final = "--cache-index-blocks"
+_caches = Group("prefix caches")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    aware: bool = _caches.setting(
+        False,
+        kinds.SWITCH,
+        "know what prefix caches hold, and weigh what a move saves or loses by it",
+        flag=_AWARE,
+    )
+    index_blocks: int = _caches.setting(
+        USUAL_BLOCKS,
+        kinds.integer(at_least=1),
+        "blocks of all prefix caches together that are known, 16 bytes each; what several instances hold counts once",
+        flag=_INDEX_BLOCKS,
+    )
+
+    @property
+    def num_known_blocks(self) -> int:
+        """How many blocks are known at most; 0: nothing is known of any cache."""
+        return self.index_blocks if self.aware else 0
+
+
+def prepare(reading: Reading) -> CacheSettings:
+    """The settings; what contradicts itself is added to the faults."""
+    settings = reading.make(CacheSettings)
+    reading.check(_faults, settings, _INDEX_BLOCKS in reading.given)
+    return settings
+
+
+def _faults(settings: CacheSettings, is_size_given: bool) -> Iterator[str]:
+    if is_size_given and not settings.aware:
+        yield f"{_INDEX_BLOCKS} is of no use without {_AWARE}"

@@ -53,9 +53,9 @@ ABSENT: Final = (
     Absent(("--cache-aware-scheduling-min-tokens",), "left out, as a look-up takes a fraction of a millisecond"),
     Absent(("--kvs-*",), "left out, as engines tell what they have cached, and no store is asked for it"),
     Absent(
-        ("--enable-adaptive-pd", "--tpot-migrate-out-floor-threshold"),
-        "left out, as an instance stays what it is started as; neutral ones that are too slow give requests away with "
-        "`neutral_tpot` among the `--rescheduling-policies`",
+        ("--enable-adaptive-pd",),
+        "left out, as an instance stays what it is started as; `binpacking_mitigation` and `binpacking_consolidation` "
+        "are among the `--rescheduling-policies`, for instances of any type",
     ),
     Absent(
         ("--pd-disagg-protocol", "--separate-pd-scheduling"),

@@ -18,6 +18,7 @@ once, with the names that are known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import files
@@ -239,6 +240,17 @@ class Reader:
         known = ", ".join(sorted(name for name, metric in self.metrics.items() if fits(metric)))
         self.fault(where, f"metric {name!r} {'is unknown' if metric is None else wrong}; known: {known}")
         return None
+
+    def constant(self, where: str, text: Any) -> float | None:
+        """The number that a formula of constants is; None if there is a fault."""
+        formula = self._formula(where, text)
+        if formula is None:
+            return None
+        formula = self._settled(formula)
+        if formula.names:
+            self.fault(where, f"{text!r} is no formula of constants: it names {', '.join(sorted(formula.names))}")
+            return None
+        return float(formula.of(lambda name: math.nan))
 
     def entry(self, where: str, entry: Any) -> tuple[str, dict[str, Any]]:
         """Name and settings of `name`, or of `name: {setting: value}`."""

@@ -17,7 +17,11 @@ from llumsched.rescheduling.moves import selection_fault
 from llumsched.rescheduling.policies import load_rescheduling_policy
 
 _LEAVE: Final = "tpot_migrate_out_ceil_threshold"
-_TAKE: Final = "tpot_slo_dispatch_threshold"
+_BELOW_LEAVE: Final[Mapping[str, str]] = {
+    "tpot_slo_dispatch_threshold": "what may leave an instance might come there",
+    "tpot_migrate_out_floor_threshold": "an instance would be too slow and too idle at a time",
+}
+"""Constants that are to be no greater than that one, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,9 @@ def constant_faults(config: Config, used_elsewhere: Container[str] = ()) -> Iter
         if name not in used and name not in used_elsewhere:
             yield f"{FLAG} {name}: none of the policies defines it"
     for policy, of_policy in by_policy.items():
-        leave, take = (of_policy.get(name) for name in (_LEAVE, _TAKE))
-        if leave is not None and take is not None and leave < take:
-            yield (
-                f"{policy}: {_LEAVE} {leave:g} is below {_TAKE} {take:g}: what may leave an instance might come there"
-            )
+        for lower, why in _BELOW_LEAVE.items():
+            if lower in of_policy and _LEAVE in of_policy and of_policy[_LEAVE] < of_policy[lower]:
+                yield f"{policy}: {_LEAVE} {of_policy[_LEAVE]:g} is below {lower} {of_policy[lower]:g}: {why}"
 
 
 def _policies(config: Config) -> Iterator[str]:

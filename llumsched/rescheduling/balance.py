@@ -33,7 +33,7 @@ from llumsched.policy.metrics import Metric
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Scope
 from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import AS_NEEDED, Move, Purpose, Selection
-from llumsched.rescheduling.pairs import Ends, Unfit
+from llumsched.rescheduling.pairs import Ends, Unfit, sorted_rows
 
 _TRIES_PER_MOVE = 4
 """Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
@@ -129,8 +129,8 @@ class _Balancing:
 
     def between(self, sources: Mask, destinations: Mask) -> None:
         draft, load = self.draft, self.load
-        hottest = _sorted(-load, sources).tolist()
-        coldest = self._in_use(_sorted(load, destinations))
+        hottest = sorted_rows(-load, sources).tolist()
+        coldest = self._in_use(sorted_rows(load, destinations))
         if not self.rule.metric.is_share:
             self.scale = max(float(load[sources].max(initial=0.0)), 1.0)
         most_room = float(draft.free_tokens[coldest].max(initial=0.0))
@@ -315,8 +315,3 @@ class _Offer:
 
 def _worth(offer: _Offer) -> float:
     return offer.move.gain - offer.move.cost
-
-
-def _sorted(keys: Values, mask: Mask) -> Rows:
-    rows = np.flatnonzero(mask)
-    return rows[np.argsort(keys[rows], kind="stable")]

@@ -26,13 +26,21 @@ USUAL: Final = (
     "neutral_failover",
 )
 """Policies for who says nothing else."""
-POLICIES: Final = (*USUAL, "neutral_preemption", "neutral_ttft", "neutral_tpot")
+POLICIES: Final = (
+    *USUAL,
+    "neutral_preemption",
+    "neutral_ttft",
+    "neutral_tpot",
+    "binpacking_mitigation",
+    "binpacking_consolidation",
+)
 OBJECTIVES: Final = (
     "ttft_slo",
     "tpot_slo",
     "ttft_slo_dispatch_threshold",
     "tpot_slo_dispatch_threshold",
     "tpot_migrate_out_ceil_threshold",
+    "tpot_migrate_out_floor_threshold",
 )
 """Settings that are constants of policies, by these names."""
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
@@ -155,6 +163,9 @@ class Config:
     )
     tpot_migrate_out_ceil_threshold: float | None = _objectives.setting(
         None, SHARE, "of --tpot-slo, from which on they do (default: the policy's, 0.95)"
+    )
+    tpot_migrate_out_floor_threshold: float | None = _objectives.setting(
+        None, SHARE, "of --tpot-slo, below which an instance is emptied into fuller ones (default: the policy's, 0.6)"
     )
 
     horizon_s: float = rescheduling.setting(

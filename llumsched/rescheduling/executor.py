@@ -230,7 +230,7 @@ class Executor:
             record.moved_tokens += progress.context_tokens
             record.copied_bytes += progress.copied_bytes
             self.history.copied(progress.copied_bytes, progress.phase_ms.get("copying", 0.0) / 1000)
-            if move.purpose is Purpose.BALANCE:
+            if move.purpose is not Purpose.FAILOVER:
                 self.history.moved(move.destination, progress.request_id, now_s)
         elif progress.phase == MovePhase.LOST:
             self.history.link_failed(move.source, move.destination, now_s)

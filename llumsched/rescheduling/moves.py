@@ -37,6 +37,8 @@ def selection_fault(selection: Selection) -> str:
 class Purpose(StrEnum):
     BALANCE = "balance"
     """Evens out load: it is weighed, cools down, and never costs a prefill."""
+    PACK = "pack"
+    """Fills some instances up, so that others are in time, or empty: it cools down, and never costs a prefill."""
     FAILOVER = "failover"
     """Leads away from what fails, whatever it costs."""
 

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from llumsched.cluster.columns import Mask
+from llumsched.cluster.columns import Mask, Rows, Values
 from llumsched.policy.metrics import Metric
 from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import Purpose
@@ -50,6 +50,12 @@ def _any_of(reasons: Reasons, like: Mask) -> Mask:
     for _, mask in reasons:
         found |= mask
     return found
+
+
+def sorted_rows(keys: Values, among: Mask) -> Rows:
+    """The rows among these, the least key first; those alike by id."""
+    rows = np.flatnonzero(among)
+    return rows[np.argsort(keys[rows], kind="stable")]
 
 
 @runtime_checkable

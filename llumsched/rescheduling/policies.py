@@ -2,7 +2,7 @@
 """Policies of rescheduling, read from YAML: the `rescheduling` section of a policy's file.
 
     rescheduling:
-      infer_type: neutral
+      infer_type: neutral          # or prefill, decode; any: instances of all types, each type among itself
       failed: [schedulabilityFilter, stalenessFilter: {seconds: 60}]     # who counts as failed
       sources: [failoverFilter: {domain: instance}]                      # filters of those who may give
       destinations: [failoverFilter: {domain: instance}]                 # … and take
@@ -15,6 +15,7 @@ is written in their files; a file of one's own says everything itself, but for c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -31,6 +32,7 @@ from llumsched.rescheduling.balance import MetricBalancePairs
 from llumsched.rescheduling.config import Config, LoadTarget, Scope
 from llumsched.rescheduling.failover import RoundRobinPairs
 from llumsched.rescheduling.moves import Selection, selection_fault
+from llumsched.rescheduling.packing import PackingPairs
 from llumsched.rescheduling.pairs import PairSelector, pair_selector_fault
 
 ENTRY_POINTS: Final = "llumnix.pair_selectors"
@@ -96,12 +98,19 @@ def _last_come_balance(metric: Metric) -> MetricBalancePairs:
     return MetricBalancePairs(metric, selection=Selection(Unit.NUM_REQ, Order.LCR, 1.0))
 
 
+def _pack(metric: Metric, limit: Any, *, empties: bool) -> PackingPairs:
+    return PackingPairs(metric, number(limit), empties)
+
+
 _SELECTORS: Final[Mapping[str, Maker]] = {
     MetricBalancePairs.name: _metric_balance,
     "queueBalanceSelector": _queue_balance,
     "lastComeBalanceSelector": _last_come_balance,
     RoundRobinPairs.name: RoundRobinPairs,
+    "binPackingMitigationSelector": functools.partial(_pack, empties=False),
+    "binPackingConsolidationSelector": functools.partial(_pack, empties=True),
 }
+_ANY: Final = "any"
 
 
 class _ReschedulingReader(Reader):
@@ -124,19 +133,19 @@ class _ReschedulingReader(Reader):
             self.fault("", "has no section 'rescheduling'")
             return None
         self.only(where, section, {"infer_type", "failed", "sources", "destinations", "selector"})
-        try:
-            infer_type = InferType(section.get("infer_type", InferType.NEUTRAL))
-        except ValueError:
-            self.fault(where, f"infer_type {section['infer_type']!r} is none of {', '.join(InferType)}")
+        wanted = section.get("infer_type", InferType.NEUTRAL)
+        if wanted not in (*InferType, _ANY):
+            self.fault(where, f"infer_type {wanted!r} is none of {', '.join((*InferType, _ANY))}")
             return None
+        infer_type = InferType.NEUTRAL if wanted == _ANY else InferType(wanted)
         failed, sources, destinations = (
             self._filters(f"{where}.{part}", section.get(part, [])) for part in ("failed", "sources", "destinations")
         )
         selector = self._selector(where, infer_type, section.get("selector"))
-        of_type = f.InferTypeFilter(infer_type)
         if selector is None:
             return None
-        gives, takes = (Filters.of([of_type, *filters]) for filters in (sources, destinations))
+        of_type = [] if wanted == _ANY else [f.InferTypeFilter(infer_type)]
+        gives, takes = (Filters.of([*of_type, *filters]) for filters in (sources, destinations))
         return ReschedulingPolicy(self.name, Filters.of(failed), gives, takes, selector, self.constants)
 
     def _filters(self, where: str, entries: Any) -> Iterable[f.Filter | f.GroupFilter]:
@@ -165,6 +174,10 @@ class _ReschedulingReader(Reader):
         if "metric" in settings:
             settings["metric"] = self._metric(where, settings["metric"])
             if settings["metric"] is None:
+                return None
+        if "limit" in settings:
+            settings["limit"] = self.constant(where, settings["limit"])
+            if settings["limit"] is None:
                 return None
         made: PairSelector | None = self.make(
             where, "selector", name, self.pair_selectors, settings, pair_selector_fault

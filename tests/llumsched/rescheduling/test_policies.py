@@ -102,7 +102,7 @@ def test_the_headroom_of_urgent_requests_is_the_same_for_files_of_one_s_own(tmp_
         ("{selector: roundRobinSelector, source: []}", "has unknown keys source; known: destinations, failed, infer_"),
         ("{selector: roundRobinSelector, infer_type: encode}", "infer_type 'encode' is none of neutral, prefill, deco"),
         ("{selector: roundRobinSelector, sources: all}", "rescheduling.sources: is not a list of filters"),
-        ("{selector: metricBasedSelector}", "unknown selector 'metricBasedSelector'; known: lastCome"),
+        ("{selector: metricBasedSelector}", "unknown selector 'metricBasedSelector'; known: binPackingCon"),
         ("{selector: metricBalanceSelector}", "missing 1 required positional argument: 'metric'"),
         ("{selector: {metricBalanceSelector: {metric: num_tokens}}}", "metric 'num_tokens' is no load of a status"),
         ("{selector: {metricBalanceSelector: {metric: num_requests, value: 0.5}}}", "value 0.5 is not a whole number"),

@@ -32,7 +32,7 @@ RUNNER = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("start", ["cold", "warm"])
+@pytest.mark.parametrize("start", ["cold", pytest.param("warm", marks=pytest.mark.full)])
 def test_a_killed_runner_leaves_no_engine(model_dir: Path, tmp_path: Path, start: str) -> None:
     command = [sys.executable, "-c", RUNNER, str(model_dir), str(tmp_path / "server.log"), start]
     root = Path(__file__).parents[2]

@@ -137,6 +137,7 @@ def test_the_fewest_are_found_in_few_tries() -> None:
     assert cost.fewest(range(9, 13), is_enough) is None
 
 
+@pytest.mark.full
 def test_fewer_instances_do_what_packed_ones_do(play: Play) -> None:
     rows, said = play("cost", "--requests", "150", "--seeds", "2", "--settings", PACKING, "load-balance")
     tails_s = {
@@ -217,6 +218,7 @@ def test_the_parts_of_a_day(at_s: float, part: str) -> None:
     assert day.part_of(at_s + 300.0, 100.0) == part
 
 
+@pytest.mark.full
 def test_moves_mend_what_random_dispatch_does(play: Play) -> None:
     rows, _ = play("blind", "--quick", "--requests", "600", "--settings", RANDOM, RANDOM_MOVES)
     took_s = {(row["rate"], row["setting"]): row["e2e_mean_s"] for row in rows}

@@ -395,6 +395,7 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
         assert [health for health in healths if health != Health.OK] == [Health.SUSPECT, Health.HUNG]
 
 
+@pytest.mark.full
 @failure("SIGSTOP of the origin's engine for 40 s", "not moving", "the same; requests that come later stay with it")
 @failure("SIGSTOP of an API server for 40 s", "not moving", "stands still, then goes on; later ones as before")
 async def test_two_instances_are_silent_for_long(stage: Cast, expected: dict[str, Stream]) -> None:

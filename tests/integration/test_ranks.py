@@ -130,7 +130,8 @@ async def test_the_scheduler_chooses_the_rank(model_dir: Path, log_dir: Path) ->
                     await stream.result()
 
 
-@pytest.mark.parametrize("experts", [pytest.param("cut", marks=pytest.mark.full), "scattered"])
+@pytest.mark.full
+@pytest.mark.parametrize("experts", ["cut", "scattered"])
 async def test_mixture_of_experts(log_dir: Path, experts: str) -> None:
     """Each rank has a part of every expert, or some of the experts, and no forward pass ends unless all ranks take
     part. A group that sleeps is woken by the request that arrives: its stream goes on at once. Between servers, between

@@ -16,6 +16,7 @@ from llumsched.simulator.step_model import load_hardware
 from llumsched.simulator.workload import clipped, made_up
 
 
+@pytest.mark.full
 def test_memory_use_and_preemptions_of_one_instance() -> None:
     """LLaMA-7B on an A10, 2,000 requests of mean 256, 0.42 a second: 62 % of the memory, 8 % of requests preempted."""
     hardware = load_hardware("a10-llama-7b")

@@ -343,7 +343,7 @@ async def test_while_all_instances_fail_they_get_little_more_than_what_comes() -
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("status", "num_bad"), [(500, 3), (400, 1)])
+@pytest.mark.parametrize(("status", "num_bad"), [pytest.param(500, 3, marks=pytest.mark.full), (400, 1)])
 async def test_instances_that_fail_at_once_take_no_requests_down_with_them(status: int, num_bad: int) -> None:
     """They are always the emptiest, and the first of these: three attempts at a request find the three."""
     bad = range(num_bad)

@@ -8,8 +8,9 @@ is kept for it is bounded by the instances there are and `NUM_MOVES`.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -21,6 +22,8 @@ from llumsched.scheduler.overview import UNKNOWN, Overview, Predicted
 from llumsched.summary import summary
 
 NUM_MOVES: Final = 100
+PREDICTIONS_S: Final = 0.05
+"""How long predictions are taken to hold: half an event, so that all readers of one share them."""
 AT_ONCE: Final = 50
 """Instances whose JSON is made before others have their turn; half a millisecond."""
 
@@ -50,6 +53,8 @@ class Feed:
         self._texts: dict[str, tuple[Instance, bytes]] = {}
         """The JSON of instances, without their age and the last brace: made once for all readers."""
         self._stops: list[Callable[[], None]] = []
+        self._predictions: tuple[float, Mapping[str, Predicted]] = -math.inf, {}
+        """The newest, and of when they are."""
 
     def __len__(self) -> int:
         return len(self._readers)
@@ -82,7 +87,7 @@ class Feed:
         reader.woken.clear()
         reader.told.difference_update(left)
         reader.num_newest = len(changed)
-        predicted = self._overview.of_instances() if self._overview is not None and changed else {}
+        predicted = self._predicted() if changed else {}
         instances = []
         for number, name in enumerate(changed, 1):
             if name in self._view:
@@ -102,6 +107,13 @@ class Feed:
         }
         # Which writes null for an infinity.
         return msgspec.json.encode(document)
+
+    def _predicted(self) -> Mapping[str, Predicted]:
+        """What is predicted by instance, for all readers that are told at about this time."""
+        now_s = time.monotonic()
+        if self._overview is not None and now_s - self._predictions[0] > PREDICTIONS_S:
+            self._predictions = now_s, self._overview.of_instances()
+        return self._predictions[1]
 
     def _text(self, instance: Instance, predicted: Predicted) -> msgspec.Raw:
         known = self._texts.get(instance.id)

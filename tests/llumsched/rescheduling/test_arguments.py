@@ -78,16 +78,17 @@ def test_failover_example_of_the_documentation() -> None:
     assert (got.failover_domain, got.staleness_s) == (FailoverDomain.NODE, 100)
 
 
-@pytest.mark.parametrize(
-    ("flag", "name", "value"),
-    [
-        ("--ttft-slo=700", "ttft_slo", 700.0),
-        ("--tpot-slo=40", "tpot_slo", 40.0),
-        ("--tpot-migrate-out-ceil-threshold=0.9", "tpot_migrate_out_ceil_threshold", 0.9),
-        ("--rescheduling-load-balance-threshold=0.2", "balance_threshold", 0.2),
-        ("--llumlet-grpc-connection-pool-size=3", "connection_pool_size", 3),
-    ],
-)
+FLAGS = [
+    ("--ttft-slo=700", "ttft_slo", 700.0),
+    ("--tpot-slo=40", "tpot_slo", 40.0),
+    ("--tpot-migrate-out-ceil-threshold=0.9", "tpot_migrate_out_ceil_threshold", 0.9),
+    ("--rescheduling-load-balance-threshold=0.2", "balance_threshold", 0.2),
+    ("--llumlet-grpc-connection-pool-size=3", "connection_pool_size", 3),
+]
+"""Flags, the fields that they set, and to what."""
+
+
+@pytest.mark.parametrize(("flag", "name", "value"), FLAGS)
 def test_a_flag_sets_one_field(flag: str, name: str, value: Any) -> None:
     policies = "--rescheduling-policies=neutral_ttft,neutral_tpot"
     assert config(policies, flag) == replace(config(policies), **{name: value})

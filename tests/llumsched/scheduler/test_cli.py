@@ -28,6 +28,7 @@ from tests.llumlet.fake_agent import until
 from tests.llumsched import cases
 from tests.llumsched.conftest import start
 from tests.llumsched.latency.test_fitting import TRUE
+from tests.llumsched.rescheduling.test_arguments import FLAGS
 
 
 def parsed(*arguments: str) -> tuple[list[str], SchedulerConfig | None]:
@@ -157,16 +158,7 @@ def test_flags_of_load_are_those_of_one_infer_type(infer_type: InferType) -> Non
     assert all((stages[other] == usual[other]) == (other != infer_type) for other in InferType)
 
 
-@pytest.mark.parametrize(
-    ("flag", "name", "value"),
-    [
-        ("--ttft-slo=700", "ttft_slo", 700.0),
-        ("--tpot-slo=40", "tpot_slo", 40.0),
-        ("--tpot-migrate-out-ceil-threshold=0.9", "tpot_migrate_out_ceil_threshold", 0.9),
-        ("--rescheduling-load-balance-threshold=0.2", "balance_threshold", 0.2),
-        ("--llumlet-grpc-connection-pool-size=3", "connection_pool_size", 3),
-    ],
-)
+@pytest.mark.parametrize(("flag", "name", "value"), FLAGS)
 def test_a_flag_reaches_the_rescheduler_inside(flag: str, name: str, value: Any) -> None:
     inside = ("--colocated-rescheduling-mode", "--scheduling-policy=slo",
               "--rescheduling-policies=neutral_ttft,neutral_tpot")  # fmt: skip

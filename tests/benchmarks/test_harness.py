@@ -9,12 +9,14 @@ import signal
 import sys
 import textwrap
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
 
+from llumsched.up import ports as ports_module
 from llumsched.up import reaper
-from llumsched.up.ports import free_ports
+from llumsched.up.ports import free_port, free_ports
 from tests.support import harness
 from tests.support.harness import Fleet, Server, ServerDied, ServerSpec
 
@@ -97,6 +99,13 @@ def test_a_server_that_dies_shows_the_end_of_its_log_and_the_cause_before_it(tmp
         fleet.start(ServerSpec(tmp_path, flags=("--fail",)))
     assert "OSError: the port is taken" in str(died.value)
     assert len(str(died.value).splitlines()) < 50
+
+
+def test_a_port_is_not_given_again_before_its_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports_module, "_CHOICE", range(20_000, 20_300))
+    monkeypatch.setattr(ports_module, "_given", deque(maxlen=1000))
+    given = [free_port() for _ in range(150)]
+    assert len(set(given)) == len(given)
 
 
 def test_ports_are_distinct_and_not_those_that_the_system_gives_away() -> None:

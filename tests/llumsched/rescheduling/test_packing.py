@@ -50,6 +50,13 @@ def test_who_has_little_to_decode_gives_all_of_it_to_the_slowest_that_stays_in_t
     assert move.expected_requests == 10
 
 
+def test_of_several_sources_the_slowest_is_relieved_and_the_fastest_emptied() -> None:
+    late = [at("a", 48.0), at("b", 55.0), at("c", 50.0), at("room", 30.0)]
+    assert pairs(planned(late, MITIGATION, known=STEPS)) == [("b", "room")]
+    idle = [at("a", 27.0), at("b", 22.0), at("c", 25.0), at("full", 42.0)]
+    assert pairs(planned(idle, CONSOLIDATION, known=STEPS)) == [("b", "full")]
+
+
 def test_a_destination_is_looked_at_with_all_that_comes() -> None:
     """25 and 42 ms: 47 together, below the 47.5 from which on it would give away itself; 26 and 42 are 48."""
     [move] = planned([at("a", 25.0), at("b", 42.0)], CONSOLIDATION, known=STEPS).moves

@@ -92,7 +92,7 @@ class Size:
 
 MODERATE, SATURATED = Load("moderate", 0.9), Load("near saturation", 1.6)
 FULL: Final = Size(
-    clusters=(2, 3), settings=SETTINGS, loads=(MODERATE, SATURATED), seconds=16.0, repeats=2,
+    clusters=(2, 3), settings=SETTINGS, loads=(MODERATE, SATURATED), seconds=40.0, repeats=2,
     probe_rates=(0.5, 1.0, 2.0), probe_seconds=10.0, unpaced=(1,),
 )  # fmt: skip
 QUICK: Final = Size(

@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import new_engine_loop
 from tests.engine.rig import Rig
+from vllm_llumnix.engine.reservations import Reserved
 from tests.engine.test_scheduler_port import KINDS, freeze
 from vllm_llumnix.engine.loop import EngineLoop
 
@@ -56,7 +57,7 @@ def test_waiting_request_without_cache_needs_no_place(lora_rig: Rig) -> None:
     rig.add("b", adapter=adapter(2))
     rig.turns(4)
     request = arriving(rig, "c", 3)
-    assert rig.port.reservations.make(request, use_prefix_cache=False, queued=True) == (0, [])
+    assert rig.port.reservations.make(request, use_prefix_cache=False, queued=True) == Reserved()
     with pytest.raises(Refused, match="max-loras"):
         rig.port.reservations.grow(request, request.num_tokens)
     rig.port.reservations.admit(request, 0)

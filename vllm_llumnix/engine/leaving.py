@@ -39,8 +39,10 @@ class LeavingRequest(Leaving):
         self._on_end = on_end
         self.num_known_tokens = 0
         """Output tokens that the destination has been told of. From the first state on, the llumlet's thread counts."""
+        self.computed_tokens = 0
+        """Tokens whose KV was final when it was first looked at."""
         self.queued = False
-        """Whether it had computed nothing when it was first looked at."""
+        """Whether it had computed nothing then."""
         self._with_kv = True
         self._pins: list[Pin] = []
 
@@ -53,6 +55,7 @@ class LeavingRequest(Leaving):
         self._loop.watch(self)
         self.num_known_tokens = self.request.num_output_tokens
         self.queued = not self.request.num_computed_tokens
+        self.computed_tokens = self.request.num_computed_tokens - self.request.num_in_flight_tokens
         return state_of(self.request, self.residence)
 
     def pin(self, from_block: int) -> Frontier:

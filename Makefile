@@ -18,6 +18,13 @@ ARGS ?=
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 PROGRAMS := redis-server chromium
 
+# Tests that start no engine: a worker on each core plays them, file by file, the simulation first as it takes longest.
+APART := tests/simulation tests/engine tests/frontend tests/fuzz tests/kv tests/llumlet tests/llumsched tests/patching \
+  tests/protocol tests/scenarios tests/security tests/simulator $(wildcard tests/test_*.py)
+# The others, one after the other: each has all cores.
+ALONE := tests/benchmarks tests/exactness tests/integration tests/packaging tests/runner_v2 tests/shells
+WORKERS := --numprocesses auto --dist loadfile --no-loadscope-reorder
+
 # A vLLM without a CPU build, and the tests that it decides about.
 NEXT := 0.33.0
 NEXT_TESTS := tests/engine tests/frontend tests/shells tests/exactness tests/integration
@@ -28,7 +35,11 @@ demo: install ## two engines, one request moved between them mid-stream, a repor
 	@$(PY) -m examples.demo
 
 test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
+ifeq ($(strip $(ARGS)),)
+	@status=0; $(PY) -m pytest $(WORKERS) $(APART) || status=$$?; $(PY) -m pytest $(ALONE) || status=$$?; exit $$status
+else
 	@$(PY) -m pytest $(ARGS)
+endif
 
 simulate: install ## a million random schedules of the protocol; ARGS="--schedules N"
 	@$(PY) -m tests.simulation --schedules 1000000 $(ARGS)

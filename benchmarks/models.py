@@ -5,9 +5,9 @@
     python -m benchmarks.models gemma3 qwen3-next --moves 20
 
 Of each family: a greedy stream that is moved to the other engine and back while it decodes, against the same stream
-unmoved (`identical`), and how long a stream of `--length` tokens stands still when it moves, by its client's clock, over
-the gap between its tokens, as `benchmarks.downtime` measures it (target: at most 1.6). One JSON object for each; `live`:
-every move brought its KV cache along; `groups`: KV cache groups.
+unmoved (`identical`), and how long a stream of `--length` tokens stands still when it moves, by its client's clock,
+over the gap between its tokens, as `benchmarks.downtime` measures it (target: at most 1.6). One JSON object for each;
+`live`: every move brought its KV cache along; `groups`: KV cache groups.
 `--runner v2` plays vLLM's V2 runner with asynchronous scheduling, by means of Triton's interpreter.
 """
 

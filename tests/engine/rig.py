@@ -170,9 +170,11 @@ def new_scheduler(
     model: Path, asynchronous: bool, num_blocks: int, groups: Sequence[KVCacheSpec] = (), **flags: Any
 ) -> tuple[Scheduler, Any]:
     """One of vLLM's own, and what computes the block hashes of its requests."""
-    config = _config(model, **flags)
-    config.scheduler_config.async_scheduling = asynchronous
     groups = groups or [full()]
+    keeps_states = any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in groups)
+    # vLLM keeps no other states where it caches.
+    config = _config(model, **({"enable_prefix_caching": False} if keeps_states else {}), **flags)
+    config.scheduler_config.async_scheduling = asynchronous
     cache = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
@@ -180,7 +182,6 @@ def new_scheduler(
         hash_block_size=BLOCK_SIZE,
     )
     size = math.lcm(*(spec.block_size for spec in groups))
-    keeps_states = any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in groups)
     hash_size = size if keeps_states else math.gcd(*(spec.block_size for spec in groups))
     config.cache_config.num_gpu_blocks = num_blocks
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)

@@ -14,9 +14,9 @@ from vllm.v1.request import Request, RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import new_engine_loop
 from tests.engine.rig import Rig
-from vllm_llumnix.engine.reservations import Reserved
 from tests.engine.test_scheduler_port import KINDS, freeze
 from vllm_llumnix.engine.loop import EngineLoop
+from vllm_llumnix.engine.reservations import Reserved
 
 
 def adapter(number: int) -> LoRARequest:

@@ -4,13 +4,13 @@ written down of each block what lies there: which group's, of which request, and
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import Rig, full, states, window
@@ -57,7 +57,10 @@ class Memory:
                     yield Place(group, at)
 
     def _tables(self, request: Any) -> Sequence[list[int]]:
-        return [self.rig.block_ids(request, group) for group in range(len(self.rig.port.kv_cache_manager.get_blocks(request.request_id).blocks))]
+        return [
+            self.rig.block_ids(request, group)
+            for group in range(len(self.rig.port.kv_cache_manager.get_blocks(request.request_id).blocks))
+        ]
 
 
 class Move:
@@ -86,7 +89,9 @@ class Move:
         self._learn()
         self.there.compute(self.old)
         at_source = dict(self.there.content)
-        self.held = self.destination.port.reservations.grow(self.new, self.new.num_tokens + 2 * self.source.port.rows.size)
+        self.held = self.destination.port.reservations.grow(
+            self.new, self.new.num_tokens + 2 * self.source.port.rows.size
+        )
         self.source.turns(7)
         self._copy(frontier.block_ids, self.copied, at_source)
         self.copied = frontier.frontier_blocks
@@ -111,7 +116,8 @@ class Move:
 
     def _copy(self, block_ids: Sequence[int], from_row: int, content: dict[int, Place]) -> None:
         width = self.source.port.rows.width
-        for at_source, here in itertools.zip_longest(block_ids, self.held.block_ids[width * from_row :][: len(block_ids)]):
+        blocks_here = self.held.block_ids[width * from_row :][: len(block_ids)]
+        for at_source, here in zip(block_ids, blocks_here, strict=True):
             if NULL_ID not in (at_source, here):
                 self.here.content[here] = content[at_source]
 
@@ -143,11 +149,13 @@ def test_all_that_is_looked_at_has_arrived(
     assert output.num_scheduled_tokens == {"a": 1}
     arrived = {block for block, place in move.here.content.items() if place.index * 16 < computed}
     assert not arrived & set(output.new_block_ids_to_zero or ()), "what has arrived is filled with zeros"
+    destination.drain_one()
     destination.turns(150)
     assert new.num_output_tokens > 100
     source.turns(3)
     for rig in (source, destination):
-        rig.scheduler.finish_requests("a", 5) if "a" in rig.scheduler.requests else None
+        if "a" in rig.scheduler.requests:
+            rig.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
         rig.turns(3)
     assert (source.free_blocks, destination.free_blocks) == free
     assert source.port.audit_idle() == destination.port.audit_idle() == []
@@ -226,10 +234,5 @@ def test_rows_are_blocks_of_all_groups(model_dir: Path) -> None:
 
 
 def test_kinds() -> None:
-    class Group(NamedTuple):
-        kv_cache_spec: KVCacheSpec
-        layer_names: list[str] = []
-        enable_kv_transfer: bool = True
-
-    kinds = [kind_of(Group(spec)) for spec in (full(), window(64), states("none", 64))]
-    assert kinds == [Kind.ALL, Kind.WINDOW, Kind.STATE]
+    groups = [KVCacheGroupSpec(["layer"], spec) for spec in (full(), window(64), states("none", 64))]
+    assert [kind_of(group) for group in groups] == [Kind.ALL, Kind.WINDOW, Kind.STATE]

@@ -727,6 +727,10 @@ class World:
         hits = present(into.rows[: into.machine.hit_blocks])
         engine.ledger.pass_on(into.move, BlockOwner.SCHEDULER, request.id)
         engine.ledger.hold(BlockOwner.SCHEDULER, request.id, hits)
+        if not request.computed and self.window is not None:
+            # What was reserved for a request with KV is not enough for one without.
+            engine.ledger.give_back(BlockOwner.SCHEDULER, request.id)
+            request.rows, request.states = [], []
         engine.requests[request.id] = request
         first = max(0, request.base - self.num_repeated)
         if first < request.base:

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_llumnix import config as llumlet_config
 from vllm_llumnix.engine.agent import LlumletAgent, open_llumlet
+from vllm_llumnix.engine.block_rows import kind_of
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.load_events import follow_engine

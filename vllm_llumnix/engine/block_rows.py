@@ -122,15 +122,16 @@ class BlockRows:
         return found
 
     def seat(self, request: Request, computed_tokens: int) -> list[Block]:
-        """`states` of a reservation, made to be where the scheduler will look for them. It was made, and perhaps grown,
-        for other numbers of tokens."""
+        """`states` of a reservation, made to be where the scheduler will look for them, and the last of their tables.
+
+        It was made, and perhaps grown, for other numbers of tokens.
+        """
+        pool = self._manager.block_pool
         for manager in self._states.values():
             table = manager.req_to_blocks[request.request_id]
-            index = _place(manager, computed_tokens)
-            table.extend([self._manager.block_pool.null_block] * (index + 1 - len(table)))
-            if table[index].block_id == NULL_ID:
-                held = next((at for at in range(index - 1, -1, -1) if table[at].block_id != NULL_ID), index)
-                table[index], table[held] = table[held], table[index]
+            held = present(table)
+            table[:] = [pool.null_block] * _place(manager, computed_tokens) + held[:1]
+            pool.free_blocks(reversed(held[1:]))
         return self.states(request, computed_tokens)
 
     def num_held(self, request: Request) -> int:

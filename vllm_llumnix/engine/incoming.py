@@ -246,9 +246,7 @@ class IncomingMove(Shell[Destination]):
         try:
             # The lease began earlier, so it is what ends a copy that takes too long.
             states = await self._seats() if final else []
-            copied = await self.blocks.pull(
-                effect, final=final, deadline_s=self.machine.terms.lease_s, states=states
-            )
+            copied = await self.blocks.pull(effect, final=final, deadline_s=self.machine.terms.lease_s, states=states)
         except MigrationError as error:
             self.feed(on.PullFailed(effect.job, error.reason, error.detail))
             return

@@ -251,8 +251,10 @@ KV_REFUSED_ENGINES = (
     ),
     RefusedEngine(
         "states that change with every step beside speculative decoding",
-        lambda engine: engine.vllm_config.speculative_config is not None
-        and Kind.STATE in [kind_of(group) for group in _kv_cache_groups(engine)],
+        lambda engine: (
+            engine.vllm_config.speculative_config is not None
+            and Kind.STATE in [kind_of(group) for group in _kv_cache_groups(engine)]
+        ),
         "which of several states is the latest is known to the worker alone",
     ),
     RefusedEngine(
@@ -336,22 +338,23 @@ _KINDS = """\
 ## KV caches of several kinds
 
 Layers that keep something of every token, layers that look at a window, and layers with a state instead have block
-tables of their own, and vLLM gives all of them blocks of one memory. A move counts in rows: the blocks of so many tokens
-in every table that keeps tokens.
+tables of their own, and vLLM gives all of them blocks of one memory. A move counts in rows: the blocks of so many
+tokens in every table that keeps tokens.
 
 | what the layers keep | in rounds | while it is frozen | at the destination | measured |
 |---|---|---|---|---|
-| every token: full attention, MLA | rows whose bytes are final | the rest | hits of the prefix cache are not copied | every model |
-| a window: sliding windows, chunked local attention | the same, but for blocks that the window has left behind | the rest | \
-no block is held for what the window has left behind; hits count as far as every table has them | Gemma 3, gpt-oss, \
-windows in every layer |
-| a state: Mamba, linear attention, short convolutions | nothing | one block a table, with its time in the stall budget \
+| every token: full attention, MLA | rows whose bytes are final | the rest | hits of the prefix cache are not copied \
+| every model |
+| a window: sliding windows, chunked local attention | the same, but for blocks that the window has left behind \
+| the rest | no block is held for what the window has left behind; hits count as far as every table has them \
+| Gemma 3, gpt-oss, windows in every layer |
+| a state: Mamba, linear attention, short convolutions | nothing | one block a table, counted in the stall budget \
 | put where the scheduler looks for it; no hits | Qwen3-Next |
 
 Measured (`tests/integration/test_hybrids.py`): prompts longer than four windows, there and back in the middle of a
-stream, with the tokens of an unmoved run, in bfloat16 as well; one corrupted byte of each table changes them; a drain, and
-`kill -9` of the owner. From an engine that hangs nothing is fetched where there are states: the step may be in the middle
-of one. Refused with speculation: states of drafts.
+stream, with the tokens of an unmoved run, in bfloat16 as well; a corrupted key or state of each table changes them; a
+drain, and `kill -9` of the owner. From an engine that hangs nothing is fetched where there are states: the step may be
+in the middle of one.
 """
 
 _UNREADABLE = f"""\

@@ -55,7 +55,7 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
             )
         )
     if len(config.kv_cache_groups) > 1:
-        regions = _overlaid(regions)
+        regions = _overlaid(regions, blocks_outside=config.kv_cache_layout.startswith("B"))
     return BlockLayout(
         base=storage.data_ptr(),
         storage_bytes=storage.nbytes(),
@@ -65,18 +65,27 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
     )
 
 
-def _overlaid(regions: list[TensorRegion]) -> list[TensorRegion]:
+def has_states(model_runner: ModelRunner) -> bool:
+    """Whether some layers keep a state that changes with every step."""
+    specs = [spec for group in model_runner.kv_cache_config.kv_cache_groups for spec in _spec_of(group).values()]
+    return any("MambaSpec" in _kinds_of(spec) for spec in specs)
+
+
+def _kinds_of(spec: KVCacheSpec) -> set[str]:
+    return {cls.__name__ for cls in type(spec).__mro__}
+
+
+def _overlaid(regions: list[TensorRegion], *, blocks_outside: bool) -> list[TensorRegion]:
     """Regions of several groups, each of which begins at the same place, as one: where layers lie within a block, the
     longest block; where blocks lie within a layer, whose pages then are all of one size, the most layers."""
-    widest = max(regions, key=lambda it: it.offset + it.num_layers * it.layer_stride)
     element_bytes = min(region.element_bytes for region in regions)
-    if widest.layer_stride >= widest.block_stride:
-        places = {(it.offset, it.layer_stride, it.block_stride, it.page_bytes) for it in regions}
-        if len(places) != 1:
-            raise TransportUnavailable("groups of layers with pages of several sizes share a memory of layers")
-        return [msgspec.structs.replace(widest, element_bytes=element_bytes)]
-    end = max(it.offset + (it.num_layers - 1) * it.layer_stride + it.page_bytes for it in regions)
-    return [TensorRegion(0, 1, 0, widest.block_stride, end, element_bytes)]
+    if blocks_outside:
+        end = max(it.offset + (it.num_layers - 1) * it.layer_stride + it.page_bytes for it in regions)
+        return [TensorRegion(0, 1, 0, regions[0].block_stride, end, element_bytes)]
+    if len({(it.offset, it.layer_stride, it.block_stride, it.page_bytes) for it in regions}) != 1:
+        raise TransportUnavailable("groups of layers with pages of several sizes share a memory of layers")
+    widest = max(regions, key=lambda it: it.num_layers)
+    return [msgspec.structs.replace(widest, element_bytes=element_bytes)]
 
 
 def _element_bytes(spec: KVCacheSpec) -> int:
@@ -111,7 +120,7 @@ def _carried_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
             raise TransportUnavailable("vLLM marks the KV cache of this model as not transferable")
         spec_of |= _spec_of(group)
     for spec in spec_of.values():
-        kinds = {cls.__name__ for cls in type(spec).__mro__}
+        kinds = _kinds_of(spec)
         if not kinds & _CARRIED or kinds & _REFUSED:
             raise TransportUnavailable(f"caches of kind {type(spec).__name__} are not carried")
     return spec_of

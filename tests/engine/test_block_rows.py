@@ -221,6 +221,25 @@ def test_more_computed_than_there_is(model_dir: Path) -> None:
     assert refusal.value.reason is Reason.INVALID_REQUEST
 
 
+def test_a_request_that_starts_over_leaves_its_state_as_it_is(model_dir: Path) -> None:
+    """Whoever may be reading it, in doubt whose the request is."""
+    rig = Rig(model_dir, groups=GROUPS["states that are kept"], num_blocks=128)
+    request = rig.add("a", num_prompt=100)
+    rig.turns(12)
+    output = list(request.output_token_ids)
+    rig.port.freeze(request)
+    frozen = rig.port.drained(request, 0)
+    assert frozen is not None
+    rig.port.unfreeze(request)
+    rig.port.start_over(request)
+    rig.turns(8)
+    assert list(request.output_token_ids)[: len(output)] == output
+    assert request.num_output_tokens > len(output)
+    now = {block for group in range(3) for block in rig.block_ids(request, group)}
+    assert not now & {*frozen.block_ids, *frozen.state_ids} - {NULL_ID}
+    rig.port.unpin(frozen.pin)
+
+
 def test_rows_are_blocks_of_all_groups(model_dir: Path) -> None:
     rig = Rig(model_dir, groups=GROUPS["blocks of two sizes"], num_blocks=128)
     request = rig.add("a", num_prompt=200)

@@ -89,10 +89,16 @@ class Pair:
         )
 
 
-MODELS = [pytest.param(name, marks=pytest.mark.full) if name == "windows" else name for name in GROUPS]
+def models(*more: str) -> pytest.MarkDecorator:
+    """All of them; of these, those named `more` in the large suite only."""
+    names = [pytest.param(name, marks=pytest.mark.full) if name in more else name for name in GROUPS]
+    return pytest.mark.parametrize("pair", names, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+MOST, FEW = models("windows"), models("windows", "gpt-oss")
+
+
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with Fleet(log_dir / request.param) as fleet:
         yield Pair(fleet, request.param, tmp_path_factory.mktemp("faults"))
@@ -145,6 +151,7 @@ async def behind_the_best(server: Server, prompt: list[int], output: list[int]) 
     return [max(it["logprob"] for it in place.values()) - mine for mine, place in zip(own, places, strict=True)]
 
 
+@MOST
 async def test_mid_stream_there_and_back(pair: Pair, expected: Stream) -> None:
     """The way back finds blocks of the request's own in the cache, of every group or of none."""
     roomy, small = pair.roomy, pair.small
@@ -162,6 +169,7 @@ async def test_mid_stream_there_and_back(pair: Pair, expected: Stream) -> None:
     await wait_idle(small)
 
 
+@MOST
 async def test_corrupted_bytes_of_any_group_change_the_tokens(pair: Pair, expected: Stream) -> None:
     unchanged = []
     async with Client(pair.roomy.base_url) as client:
@@ -182,6 +190,7 @@ async def test_corrupted_bytes_of_any_group_change_the_tokens(pair: Pair, expect
     assert not unchanged, f"went unnoticed: {unchanged}"
 
 
+@FEW
 async def test_with_its_tokens_alone(pair: Pair, expected: Stream) -> None:
     roomy, small = pair.roomy, pair.small
     async with Client(roomy.base_url) as client:
@@ -195,6 +204,7 @@ async def test_with_its_tokens_alone(pair: Pair, expected: Stream) -> None:
     await wait_idle(small)
 
 
+@FEW
 async def test_waiting(pair: Pair, expected: Stream) -> None:
     """There is no KV cache yet. `llumnix ps` says how each would go."""
     async with Client(pair.small.base_url) as client:
@@ -216,6 +226,7 @@ async def test_waiting(pair: Pair, expected: Stream) -> None:
     await wait_idle(pair.small)
 
 
+@FEW
 async def test_drain(pair: Pair, expected: Stream) -> None:
     """Two that run and one that waits."""
     leaver = pair.small
@@ -231,6 +242,7 @@ async def test_drain(pair: Pair, expected: Stream) -> None:
     await wait_idle(pair.roomy)
 
 
+@FEW
 async def test_the_owner_is_killed(pair: Pair, expected: Stream) -> None:
     """A guest is replayed by its origin, a request of its own by its API server."""
     victim = pair.small

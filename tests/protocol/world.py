@@ -238,6 +238,8 @@ class World:
     window: int | None = None
     """Tokens that a group of its own keeps, if there is one."""
     has_states = False
+    starts_over = True
+    """Whether a source that goes on in doubt leaves its states as they are."""
     num_repeated = 2
     """Output tokens before `base` that a new owner repeats, in case the last one's were lost."""
     traced = True
@@ -552,7 +554,9 @@ class World:
             case do.Unfreeze(epoch=epoch):
                 if epoch is not None and request is not None:
                     request.epoch, request.base = epoch, len(request.output)
-                command("unfreeze", lambda: self._unfreeze(engine, out.request))
+                # The destination may be reading: a step would change the state under it.
+                starts_over = epoch is not None and self.has_states and self.starts_over
+                command("unfreeze", lambda: self._unfreeze(engine, out.request, starts_over))
             case do.Unpin():
                 command("unpin", lambda: engine.ledger.give_back(BlockOwner.PIN, out.move))
             case do.Release() | do.Drop():
@@ -597,9 +601,13 @@ class World:
     def _of_commit(self, out: Outgoing, effect: do.SendCommit) -> list[Row]:
         return out.rows[effect.from_block : effect.num_blocks]
 
-    def _unfreeze(self, engine: Engine, request_id: str) -> None:
-        if request_id in engine.requests:
-            engine.requests[request_id].frozen = False
+    def _unfreeze(self, engine: Engine, request_id: str, starts_over: bool) -> None:
+        request = engine.requests.get(request_id)
+        if request is not None:
+            request.frozen = False
+            if starts_over:
+                engine.ledger.give_back(BlockOwner.SCHEDULER, request_id)
+                request.rows, request.states, request.computed = [], [], 0
 
     def _release(self, engine: Engine, request_id: str) -> None:
         engine.ledger.give_back(BlockOwner.SCHEDULER, request_id)

@@ -102,6 +102,14 @@ class EarlyState(Cluster):
         return [*pairs, *(zip(out.states, into.states, strict=True) if out is not None else ())]
 
 
+class StateInDoubt(Cluster):
+    """A source that goes on by the fence steps on with the state that its destination may be reading."""
+
+    has_states = True
+    starts_over = False
+    answers_get_lost = True
+
+
 class ForgottenGroup(Cluster):
     """What a window keeps is not copied."""
 
@@ -137,6 +145,7 @@ CLUSTERS: dict[str, type[Cluster]] = {
     "a window's block copied a step early": EarlyWindow,
     "a state copied before the freeze": EarlyState,
     "a group forgotten": ForgottenGroup,
+    "a state that is changed in doubt": StateInDoubt,
     "death before hello": type("OnlyWhoSpoke", (Cluster,), {"origin_class": OnlyWhoSpoke}),
 }
 

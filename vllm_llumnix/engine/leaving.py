@@ -87,12 +87,16 @@ class LeavingRequest(Leaving):
     def on_gone(self, kind: str) -> None:
         self._loop.thread.post(self._on_end, kind)
 
-    def unfreeze(self, client_index: int) -> None:
-        """Has it go on here, with its outputs for that client."""
+    def unfreeze(self, client_index: int, is_in_doubt: bool) -> None:
+        """Has it go on here, with its outputs for that client. `is_in_doubt`: the destination has not said that it does
+        not take the request; it is told later that it may not, and until then it may read the blocks, and publish what
+        it makes of them. So states, which the next step would change, are left as they are."""
         self._loop.unwatch(self.request.request_id)
         if not self.request.is_finished():
             self.request.client_index = client_index
             self._port.unfreeze(self.request)
+            if is_in_doubt and self._port.rows.num_states:
+                self._port.start_over(self.request)
 
     def release(self) -> None:
         """Forgets it: it is somebody else's now."""

@@ -154,7 +154,7 @@ class OutgoingMove(Shell[Source]):
             case do.AskFence(epoch=epoch):
                 spawn(self._fence(epoch))
             case do.Unfreeze(epoch=epoch):
-                call(leaving.unfreeze, self._origin.client_index(epoch))
+                call(leaving.unfreeze, self._origin.client_index(epoch), epoch is not None)
             case do.Unpin():
                 call(leaving.stop_freezing)
                 if self._grant.has_blocks:

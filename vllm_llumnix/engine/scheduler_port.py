@@ -18,6 +18,7 @@ A pin is a reference in the block pool. vLLM may finish, abort or preempt the re
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from vllm.v1.core.sched.interface import PauseState
@@ -187,6 +188,12 @@ class SchedulerPort:
         self._frozen.pop(request.request_id, None)
         if self._parked.pop(request.request_id, None) is not None:
             queue_in_turn(self.scheduler, request)
+
+    def start_over(self, request: Request) -> None:
+        """Have a request that runs be computed again from its tokens, in other blocks: as preempted by vLLM."""
+        if request.status == RequestStatus.RUNNING:
+            self.scheduler.running.remove(request)
+            self.scheduler._preempt_request(request, time.monotonic())
 
     def forget(self, request: Request) -> None:
         """vLLM has finished a frozen request by itself."""

@@ -13,10 +13,19 @@ STAMPS := $(VENV)/stamps
 PYTHON ?= python3.11 python3 python3.12 python3.13
 # More for pytest, e.g. make test ARGS="-x tests/kv"
 ARGS ?=
+# Of the demo: a preset, or another family.
+MODEL ?=
 
 # Debian's libraries that Mooncake is linked with, and the programs that the tests run.
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 PROGRAMS := redis-server chromium
+
+# Tests that start no engine: a worker on each core plays them, file by file, the simulation first as it takes longest.
+APART := tests/simulation tests/engine tests/frontend tests/fuzz tests/kv tests/llumlet tests/llumsched tests/protocol \
+  tests/scenarios tests/security tests/simulator $(wildcard tests/test_*.py)
+# The others, one after the other: each has all cores.
+ALONE := tests/benchmarks tests/exactness tests/integration tests/packaging tests/patching tests/runner_v2 tests/shells
+WORKERS := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # A vLLM without a CPU build, and the tests that it decides about.
 NEXT := 0.33.0
@@ -24,11 +33,15 @@ NEXT_TESTS := tests/engine tests/frontend tests/shells tests/exactness tests/int
 
 .PHONY: demo test test-full test-next simulate lint docs proto install clean help
 
-demo: install ## two engines, one request moved between them mid-stream, a report
-	@$(PY) -m examples.demo
+demo: install ## two engines, one request moved between them mid-stream, a report; MODEL=gemma3 for another family
+	@$(PY) -m examples.demo $(if $(MODEL),--model $(MODEL))
 
 test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
+ifeq ($(strip $(ARGS)),)
+	@status=0; $(PY) -m pytest $(WORKERS) $(APART) || status=$$?; $(PY) -m pytest $(ALONE) || status=$$?; exit $$status
+else
 	@$(PY) -m pytest $(ARGS)
+endif
 
 simulate: install ## a million random schedules of the protocol; ARGS="--schedules N"
 	@$(PY) -m tests.simulation --schedules 1000000 $(ARGS)

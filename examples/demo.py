@@ -2,6 +2,7 @@
 """A running request moves between two vLLM servers, and its client does not notice.
 
     make demo            or            python -m examples.demo
+    make demo MODEL=gemma3             a small random model of another family
 
 Starts two real servers with the same small model. Streams one completion from the first and leaves
 it alone: the reference, twice, so that "identical" means something. Then streams the same request
@@ -33,6 +34,8 @@ from tests.support.client import Client, Stream, StreamFailed
 from tests.support.harness import Fleet, Server, ServerDied, ServerSpec
 from tests.support.model import PRESETS, build
 from tests.support.moves import Move, Stall, describe, first_index, stall_of_move
+from tests.support.other_models import OTHER
+from tests.support.other_models import build as build_other
 from tests.support.progress import Say, saying
 from tests.support.stats import median
 
@@ -182,7 +185,8 @@ def decode(model: Path, token_ids: Sequence[int]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="bench", help="which model")
+    models = (*sorted(PRESETS), *OTHER)
+    parser.add_argument("--model", choices=models, default="bench", help=f"one of {', '.join(models)}", metavar="MODEL")
     parser.add_argument("--moves", type=int, default=8, help="how often the request moves")
     parser.add_argument("--spacing", type=int, default=48, help="output tokens between two moves")
     parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
@@ -191,10 +195,12 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 100)
     prompt = random.Random(0).choices(range(100, 1000), k=options.prompt)
     with saying("building the model") as say:
-        model = build(PRESETS[options.preset])
+        name = options.model
+        model = build(PRESETS[name]) if name in PRESETS else build_other(OTHER[name])
+        flags = ("--dtype", OTHER[name].dtype) if name in OTHER else ()
         try:
             with Fleet(options.logs, say) as fleet:
-                specs = [ServerSpec(model, name=name, instance_id=name) for name in NAMES]
+                specs = [ServerSpec(model, name=name, instance_id=name, flags=flags) for name in NAMES]
                 say("starting two vLLM servers")
                 servers = fleet.start(*specs)
                 run = stream_with_moves(servers, prompt, options.moves, options.spacing, say)

@@ -87,17 +87,22 @@ def copy_round_faults(request: types.CopyRoundRequest) -> list[str]:
     faults = _handover_faults(request.handover)
     if request.from_block > request.to_block:
         faults.append(f"blocks [{request.from_block}, {request.to_block}) run backwards")
-    elif len(request.block_ids) != request.to_block - request.from_block:
+    elif not _are_rows(len(request.block_ids), request.to_block - request.from_block):
         blocks = f"[{request.from_block}, {request.to_block})"
         faults.append(f"{len(request.block_ids)} block_ids for blocks {blocks}")
     return faults + _block_id_faults(request.block_ids)
+
+
+def _are_rows(num_ids: int, num_rows: int) -> bool:
+    """Whether each row has as many; none, where the cache has nothing for each token."""
+    return num_ids % num_rows == 0 if num_rows else num_ids == 0
 
 
 def commit_faults(request: types.CommitRequest) -> list[str]:
     faults = _handover_faults(request.handover)
     if (request.epoch.term, request.epoch.hop) <= (0, 0):
         faults.append("epoch must be above 0.0, at which a request is born")
-    return faults + _block_id_faults(request.block_ids)
+    return faults + _block_id_faults([*request.block_ids, *request.state_ids])
 
 
 def adopt_faults(request: types.AdoptRequest) -> list[str]:

@@ -31,6 +31,7 @@ STARTED = time.monotonic()
 LONG_SECONDS = 300
 """From which on a run says how fast the machine is."""
 NUM_SCHEDULES = 100_000
+SIMULATION = (sys.executable, "-m", "tests.simulation", "--schedules", str(NUM_SCHEDULES))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -84,14 +85,20 @@ def warm_starts(no_process_left_behind: None) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def simulation(no_process_left_behind: None, request: pytest.FixtureRequest) -> Iterator[Beside | None]:
     """Plays random schedules from the beginning of a run on if one of its tests asks for them: they take minutes of all
-    cores, and most tests leave as much idle. Not those with engines: there it stands still."""
+    cores, and most tests leave as much idle. Not those with engines: there it stands still. Nor where workers share the
+    tests and leave nothing: there it begins when it is asked for."""
     wanted = any("random_schedules" in getattr(item, "fixturenames", ()) for item in request.session.items)
     with contextlib.ExitStack() as stack:
-        command = (sys.executable, "-m", "tests.simulation", "--schedules", str(NUM_SCHEDULES))
-        yield stack.enter_context(beside(command)) if wanted else None
+        yield stack.enter_context(beside(SIMULATION)) if wanted and not is_worker() else None
 
 
 @pytest.fixture(scope="session")
-def random_schedules(simulation: Beside) -> Beside:
+def random_schedules(simulation: Beside | None) -> Iterator[Beside]:
     """`python -m tests.simulation`, NUM_SCHEDULES of them."""
-    return simulation
+    with contextlib.ExitStack() as stack:
+        yield simulation or stack.enter_context(beside(SIMULATION))
+
+
+def is_worker() -> bool:
+    """Whether other processes play a part of the tests meanwhile."""
+    return "PYTEST_XDIST_WORKER" in os.environ

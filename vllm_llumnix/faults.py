@@ -48,7 +48,7 @@ POINTS = frozenset(
     }
 )
 ACTIONS = frozenset({"delay", "hold", "kill", "stop", "raise", "corrupt"})
-_ARGUMENTS = {"delay": {"seconds"}, "hold": {"seconds"}, "corrupt": {"which", "layer", "offset"}}
+_ARGUMENTS = {"delay": {"seconds"}, "hold": {"seconds"}, "corrupt": {"which", "layer", "offset", "bytes"}}
 
 
 class FaultInjected(LlumnixError):

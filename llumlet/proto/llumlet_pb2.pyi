@@ -846,7 +846,7 @@ class Handover(_message.Message):
     def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., src_incarnation: _Optional[str] = ..., dst_incarnation: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("handover", "src_engine_id", "dst_engine_id", "src_address", "request_state", "source_memory", "num_blocks", "method", "tokens_will_do")
+    __slots__ = ("handover", "src_engine_id", "dst_engine_id", "src_address", "request_state", "source_memory", "num_blocks", "method", "tokens_will_do", "computed_tokens")
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     SRC_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     DST_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -856,6 +856,7 @@ class ReserveRequest(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_WILL_DO_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handover: Handover
     src_engine_id: str
     dst_engine_id: str
@@ -865,7 +866,8 @@ class ReserveRequest(_message.Message):
     num_blocks: int
     method: Mode
     tokens_will_do: bool
-    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., src_address: _Optional[str] = ..., request_state: _Optional[bytes] = ..., source_memory: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., method: _Optional[_Union[Mode, str]] = ..., tokens_will_do: _Optional[bool] = ...) -> None: ...
+    computed_tokens: int
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., src_address: _Optional[str] = ..., request_state: _Optional[bytes] = ..., source_memory: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., method: _Optional[_Union[Mode, str]] = ..., tokens_will_do: _Optional[bool] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("hit_blocks", "lease_s", "dst_incarnation", "transport", "tokens_alone")
@@ -912,7 +914,7 @@ class CopyRoundResponse(_message.Message):
     def __init__(self, round: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("handover", "epoch", "base", "computed_tokens", "from_block", "block_ids", "new_token_ids")
+    __slots__ = ("handover", "epoch", "base", "computed_tokens", "from_block", "block_ids", "new_token_ids", "state_ids")
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -920,6 +922,7 @@ class CommitRequest(_message.Message):
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_IDS_FIELD_NUMBER: _ClassVar[int]
     handover: Handover
     epoch: Epoch
     base: int
@@ -927,7 +930,8 @@ class CommitRequest(_message.Message):
     from_block: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., base: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., from_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    state_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., base: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., from_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., state_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("state", "reason", "detail", "copied_bytes", "recomputed_tokens", "phase_ms", "dst_incarnation")

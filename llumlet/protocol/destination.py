@@ -197,7 +197,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
         if event.num_blocks != -(-event.computed_tokens // size):
             return False
         if event.from_block == event.num_blocks:
-            return event.num_blocks <= self.copied_blocks
+            return event.num_blocks <= self.copied_blocks and not self.terms.has_states
         return self.hit_blocks <= event.from_block <= self.copied_blocks and event.from_block < event.num_blocks
 
     def _complete(self, event: ev.CommitRequested) -> bool:

@@ -28,7 +28,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     epoch_next: Epoch
     """The epoch under which the destination will own the request: the present one's `next_hop()`."""
     bytes_per_block: int
-    """Bytes of one block, over all layers and ranks."""
+    """Bytes of one row of blocks, over all layers and ranks."""
+    state_bytes: int = 0
+    """Bytes of the states that change with every step: they are copied last, of a frozen request. 0: it has none."""
     stall_budget_s: float = 0.2
     """How long the last copy may hold the stream up."""
     force: bool = False
@@ -52,6 +54,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What a destination grants, the same for all migrations."""
 
     block_size: int
+    """Tokens of a row."""
+    has_states: bool = False
+    """Whether something is left to be copied last in any case: states that change with every step."""
     lease_s: float = 30.0
     admit_s: float = 2.5
     """How long the loop may take to begin an admission."""

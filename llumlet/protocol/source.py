@@ -189,10 +189,11 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         return self._copy_seconds_of(max(0, event.frontier_blocks - self.copied_blocks) + 1)
 
     def _copy_seconds_of(self, num_blocks: int) -> float:
-        """Expected time of a copy at the rate measured so far; 0 while nothing was measured."""
+        """Expected time of a last copy at the rate measured so far; 0 while nothing was measured."""
         if not self.copied_bytes:
             return 0.0
-        return num_blocks * self.plan.bytes_per_block * self._copy_seconds / self.copied_bytes
+        num_bytes = num_blocks * self.plan.bytes_per_block + self.plan.state_bytes
+        return num_bytes * self._copy_seconds / self.copied_bytes
 
     def _stay_for_stall(self, event: ev.BlocksPinned) -> list[Effect]:
         milliseconds = 1000 * self._stall_seconds(event)
@@ -215,7 +216,8 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         epoch = self.plan.epoch_next
         if self.plan.method is Method.RECOMPUTE:
             return [do.SendCommit(epoch, event.base, 0, 0, 0)]
-        from_block = min(self.copied_blocks, event.num_blocks)
+        # Where there are states, the destination has something to copy in any case.
+        from_block = min(self.copied_blocks, event.num_blocks - bool(self.plan.state_bytes))
         blocking = self.plan.method is Method.BLOCKING
         last_copy_s = self._lease_s if blocking else 2 * self._copy_seconds_of(event.num_blocks - from_block)
         self._reprieves = int(last_copy_s / self.plan.commit_s)

@@ -74,7 +74,7 @@ class Worker:
     def _slots(self, output: SchedulerOutput) -> Any:
         for name, count in output.num_scheduled_tokens.items():
             request = self._rig.scheduler.requests[name]
-            blocks = self._rig.port.block_ids(request)
+            blocks = self._rig.block_ids(request)
             for position in range(request.num_computed_tokens - count, request.num_computed_tokens):
                 yield blocks[position // BLOCK_SIZE], position % BLOCK_SIZE, name
 

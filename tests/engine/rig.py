@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +25,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -63,8 +72,8 @@ class FakeRunner:
 
 
 class Rig:
-    """One scheduler. `depth` 1 steps synchronously; 2 keeps a step in flight, as the asynchronous engine does. With a
-    `window`, every layer sees so many tokens."""
+    """One scheduler. `depth` 1 steps synchronously; 2 keeps a step in flight, as the asynchronous engine does.
+    `groups`: what its KV cache groups keep, one of all tokens unless something else is named."""
 
     def __init__(
         self,
@@ -73,10 +82,10 @@ class Rig:
         asynchronous: bool = False,
         runner_v2: bool = False,
         num_blocks: int = 64,
-        window: int | None = None,
+        groups: Sequence[KVCacheSpec] = (),
         **flags: Any,
     ) -> None:
-        self.scheduler, self.block_hasher = new_scheduler(model, asynchronous, num_blocks, window, **flags)
+        self.scheduler, self.block_hasher = new_scheduler(model, asynchronous, num_blocks, groups, **flags)
         self.scheduler.use_v2_model_runner = runner_v2
         self.port = SchedulerPort(self.scheduler)
         self.runner = FakeRunner()
@@ -86,6 +95,10 @@ class Rig:
     @property
     def free_blocks(self) -> int:
         return int(self.port.block_pool.get_num_free_blocks())
+
+    def block_ids(self, request: Request, group: int = 0) -> list[int]:
+        """A block table."""
+        return [block.block_id for block in self.port.kv_cache_manager.get_blocks(request.request_id).blocks[group]]
 
     def request(
         self,
@@ -134,20 +147,42 @@ class Rig:
         return [output for _ in range(count) for output in self.turn()]
 
 
+def full(block_size: int = BLOCK_SIZE) -> KVCacheSpec:
+    """Layers that see all tokens."""
+    return FullAttentionSpec(**_page(block_size))
+
+
+def window(tokens: int, block_size: int = BLOCK_SIZE) -> KVCacheSpec:
+    """Layers that see so many."""
+    return SlidingWindowSpec(**_page(block_size), sliding_window=tokens)
+
+
+def states(mode: str, block_size: int) -> KVCacheSpec:
+    """Layers with a state instead."""
+    return MambaSpec(block_size=block_size, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+
+
+def _page(block_size: int) -> dict[str, Any]:
+    return {"block_size": block_size, "num_kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16}
+
+
 def new_scheduler(
-    model: Path, asynchronous: bool, num_blocks: int, window: int | None = None, **flags: Any
+    model: Path, asynchronous: bool, num_blocks: int, groups: Sequence[KVCacheSpec] = (), **flags: Any
 ) -> tuple[Scheduler, Any]:
     """One of vLLM's own, and what computes the block hashes of its requests."""
-    config = _config(model, **flags)
+    groups = groups or [full()]
+    keeps_states = any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in groups)
+    # vLLM keeps no other states where it caches.
+    config = _config(model, **({"enable_prefix_caching": False} if keeps_states else {}), **flags)
     config.scheduler_config.async_scheduling = asynchronous
-    page: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16}
-    spec = FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
     cache = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(groups)],
         hash_block_size=BLOCK_SIZE,
     )
+    size = math.lcm(*(spec.block_size for spec in groups))
+    hash_size = size if keeps_states else math.gcd(*(spec.block_size for spec in groups))
     config.cache_config.num_gpu_blocks = num_blocks
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
@@ -156,12 +191,12 @@ def new_scheduler(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=size,
+            hash_block_size=hash_size,
             include_finished_set=True,
             log_stats=True,
         )
-    return scheduler, get_request_block_hasher(BLOCK_SIZE, hash_fn)
+    return scheduler, get_request_block_hasher(hash_size, hash_fn)
 
 
 def new_request(request_id: str, prompt: list[int], max_tokens: int, **more: Any) -> Request:

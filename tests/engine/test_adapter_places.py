@@ -16,6 +16,7 @@ from tests.engine.loop import new_engine_loop
 from tests.engine.rig import Rig
 from tests.engine.test_scheduler_port import KINDS, freeze
 from vllm_llumnix.engine.loop import EngineLoop
+from vllm_llumnix.engine.reservations import Reserved
 
 
 def adapter(number: int) -> LoRARequest:
@@ -56,7 +57,7 @@ def test_waiting_request_without_cache_needs_no_place(lora_rig: Rig) -> None:
     rig.add("b", adapter=adapter(2))
     rig.turns(4)
     request = arriving(rig, "c", 3)
-    assert rig.port.reservations.make(request, use_prefix_cache=False, queued=True) == (0, [])
+    assert rig.port.reservations.make(request, use_prefix_cache=False, queued=True) == Reserved()
     with pytest.raises(Refused, match="max-loras"):
         rig.port.reservations.grow(request, request.num_tokens)
     rig.port.reservations.admit(request, 0)

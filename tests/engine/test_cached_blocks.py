@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.block_hashes import HASH_BYTES, adapter_mask, chain, held_names, root_of
-from tests.engine.rig import BLOCK_SIZE, Rig
+from tests.engine.rig import BLOCK_SIZE, Rig, window
 from vllm_llumnix.engine import cached_blocks
 from vllm_llumnix.engine.cached_blocks import CachedBlocks
 
@@ -199,7 +199,7 @@ def test_an_engine_goes_on_without_names_and_says_so_once(
 
 
 def test_a_hit_that_is_no_simple_prefix_is_not_told(model_dir: Path) -> None:
-    rig = Rig(model_dir, window=64)
+    rig = Rig(model_dir, groups=[window(64)])
     rig.add("a", num_prompt=100, max_tokens=1)
     rig.turns(3)
     assert rig.port.cached_blocks.block_size == 0

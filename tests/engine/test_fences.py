@@ -30,13 +30,13 @@ def everything(loop: Loop) -> Request:
 
 
 def reserve(loop: Loop, request: Request) -> list[int]:
-    return loop.rig.port.reservations.make(request, use_prefix_cache=False)[1]
+    return loop.rig.port.reservations.make(request, use_prefix_cache=False).block_ids
 
 
 def grow(loop: Loop, request: Request) -> list[int]:
-    blocks = loop.rig.port.reservations.grow(request, request.num_tokens + loop.rig.free_blocks * BLOCK_SIZE)
+    held = loop.rig.port.reservations.grow(request, request.num_tokens + loop.rig.free_blocks * BLOCK_SIZE)
     assert not loop.rig.free_blocks
-    return blocks
+    return held.block_ids
 
 
 def aborted(loop: Loop) -> None:

@@ -14,12 +14,12 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, SlidingWindowMLASpec
 from vllm.v1.request import Request
 
-from tests.engine.rig import Rig
+from tests.engine.rig import Rig, full, states, window
 from tests.exactness import test_lora, test_matrix, test_together
-from tests.integration import test_any_state, test_hybrids, test_refusals
+from tests.integration import test_any_state, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
 from tests.runner_v2 import test_kinds as runner_v2_kinds
 from tests.runner_v2 import test_speculation_and_lora
@@ -122,14 +122,18 @@ def test_requests_that_move(asked: Request, engine: dict[str, Any]) -> None:
     assert why_not_portable(asked, **engine) is None
 
 
-def _one_more_group(engine: Any) -> None:
-    groups = engine.scheduler.kv_cache_config.kv_cache_groups
-    groups.append(groups[0])
+def _one_more_group(engine: Any, spec: KVCacheSpec) -> None:
+    engine.scheduler.kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec(["layer.9"], spec))
 
 
-def _state_space_layers(engine: Any) -> None:
-    spec = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    engine.scheduler.kv_cache_config.kv_cache_groups[:] = [KVCacheGroupSpec(["layer.0"], spec)]
+def _compressed(engine: Any) -> None:
+    shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+    _one_more_group(engine, SlidingWindowMLASpec(**shape, sliding_window=64))
+
+
+def _states_of_drafts(engine: Any) -> None:
+    _one_more_group(engine, states("align", 32))
+    engine.vllm_config.speculative_config = object()
 
 
 def _connector(engine: Any) -> None:
@@ -153,8 +157,8 @@ def _sampling_mask(engine: Any) -> None:
 
 
 KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
-    "not exactly one KV cache group": _one_more_group,
-    "a KV cache of another kind than full attention or MLA": _state_space_layers,
+    "a KV cache of another kind than attention, windows and states": _compressed,
+    "states that change with every step beside speculative decoding": _states_of_drafts,
     "another KV connector is configured (--kv-transfer-config)": _connector,
 }
 
@@ -187,6 +191,12 @@ def test_engines_whose_tokens_move(engine: Any, reason: str) -> None:
     KV_UNSUPPORTED[reason](engine)
     assert why_kv_unsupported(engine, []) == reason
     assert why_engine_unsupported(engine) is None
+
+
+@pytest.mark.parametrize("spec", [full(), window(64), states("align", 32)], ids=["full", "window", "states"])
+def test_groups_that_move(engine: Any, spec: KVCacheSpec) -> None:
+    _one_more_group(engine, spec)
+    assert why_kv_unsupported(engine, []) is None
 
 
 def test_a_worker_whose_memory_cannot_be_read(engine: Any) -> None:
@@ -345,8 +355,7 @@ def test_every_kind_that_moves_is_shown_to() -> None:
 
 
 def test_every_engine_whose_tokens_move_is_shown_to() -> None:
-    shown = {*test_hybrids.WHY.values(), test_refusals.CONNECTOR}
-    assert {row.reason for row in KV_REFUSED_ENGINES if row.measured} == shown
+    assert {row.reason for row in KV_REFUSED_ENGINES if row.measured} == {test_refusals.CONNECTOR}
 
 
 def test_the_table_is_current() -> None:

@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
-from tests.engine.rig import BLOCK_SIZE, Rig
+from tests.engine.rig import BLOCK_SIZE, Rig, window
 from vllm_llumnix.engine.attach import _watch_sleep
 from vllm_llumnix.engine.request_state import why_not_now
 
@@ -145,7 +145,7 @@ def test_pins_outlive_an_abort(rig: Rig) -> None:
     assert rig.free_blocks == free - len(frozen.block_ids)
     rig.add("b", num_prompt=1500, first=7)
     rig.turns(3)
-    blocks_of_b = set(rig.port.block_ids(rig.scheduler.requests["b"]))
+    blocks_of_b = set(rig.block_ids(rig.scheduler.requests["b"]))
     assert not blocks_of_b & set(frozen.block_ids), "a pinned block was given to another request"
     rig.port.unpin(frozen.pin)
 
@@ -156,7 +156,7 @@ def move(source: Rig, destination: Rig, name: str = "a"):
     new = destination.request(name, num_prompt=old.num_prompt_tokens, max_tokens=old.max_tokens)
     new.append_output_token_ids(list(old.output_token_ids))
     new.prefill_stats = None
-    hits, blocks = destination.port.reservations.make(new, use_prefix_cache=True)
+    held = destination.port.reservations.make(new, use_prefix_cache=True)
     known = old.num_output_tokens
     source.turns(3)
     frozen = freeze(source, name)
@@ -164,7 +164,7 @@ def move(source: Rig, destination: Rig, name: str = "a"):
     destination.port.reservations.admit(new, frozen.computed_tokens)
     source.port.release(old)
     source.port.unpin(frozen.pin)
-    return old, new, hits, blocks
+    return old, new, held.num_hits, held.block_ids
 
 
 def test_admitted_request_computes_one_token_in_the_next_step(rig: Rig, model_dir: Path) -> None:
@@ -284,13 +284,13 @@ def test_prefix_cache_hits_are_reserved_not_copied(rig: Rig) -> None:
     rig.add("b", num_prompt=100)
     rig.turns(5)
     request = rig.request("a", num_prompt=100)
-    hits, blocks = rig.port.reservations.make(request, use_prefix_cache=True)
-    assert hits == 3
-    assert blocks[:3] == rig.port.block_ids(rig.scheduler.requests["b"])[:3]
+    held = rig.port.reservations.make(request, use_prefix_cache=True)
+    assert held.num_hits == 3
+    assert held.block_ids[:3] == rig.block_ids(rig.scheduler.requests["b"])[:3]
     rig.port.reservations.cancel(request)
-    hits, blocks = rig.port.reservations.make(request, use_prefix_cache=False)
-    assert hits == 0
-    assert not set(blocks) & set(rig.port.block_ids(rig.scheduler.requests["b"]))
+    held = rig.port.reservations.make(request, use_prefix_cache=False)
+    assert held.num_hits == 0
+    assert not set(held.block_ids) & set(rig.block_ids(rig.scheduler.requests["b"]))
 
 
 def test_newcomer_gets_its_token_beside_a_chunked_prefill(rig: Rig, model_dir: Path) -> None:
@@ -477,7 +477,7 @@ def test_waiting_request_must_fit_an_empty_cache(model_dir: Path) -> None:
 @pytest.mark.parametrize("queued", [False, True])
 def test_where_layers_see_a_window_a_request_needs_no_more(model_dir: Path, queued: bool) -> None:
     """Its KV cache does not come along; vLLM computes it again in as many blocks as the window and a chunk span."""
-    rig = Rig(model_dir, num_blocks=16, window=64, max_num_batched_tokens=128)
+    rig = Rig(model_dir, num_blocks=16, groups=[window(64)], max_num_batched_tokens=128)
     request = rig.request("a", num_prompt=1000)
     rig.port.reservations.make(request, use_prefix_cache=True, queued=queued)
     rig.port.reservations.admit(request, 0)
@@ -486,7 +486,7 @@ def test_where_layers_see_a_window_a_request_needs_no_more(model_dir: Path, queu
 
 
 def test_where_layers_see_a_window_it_needs_that_much(model_dir: Path) -> None:
-    rig = Rig(model_dir, num_blocks=5, window=64, max_num_batched_tokens=128)
+    rig = Rig(model_dir, num_blocks=5, groups=[window(64)], max_num_batched_tokens=128)
     with pytest.raises(Refused) as refusal:
         rig.port.reservations.make(rig.request("a", num_prompt=1000), use_prefix_cache=True)
     assert refusal.value.reason is Reason.DESTINATION_FULL

@@ -224,7 +224,7 @@ async def test_without_peers_vllm_ends_as_ever(stage: Stage) -> None:
     "serving",
     "each drains its own streams; the engine ends after them",
 )
-@pytest.mark.parametrize("asked_by", ["signal", "command"])
+@pytest.mark.parametrize("asked_by", ["signal", pytest.param("command", marks=pytest.mark.full)])
 async def test_several_api_servers(stage: Stage, expected: dict[str, Stream], asked_by: str) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.twin()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tests.kv.fakes import FakeWorker, FullAttentionSpec, Memory, kv_cache_config
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion, pair_pieces
-from vllm_llumnix.kv.vllm_cache import layout_of
+from vllm_llumnix.kv.vllm_cache import has_states, layout_of
 
 LAYOUTS = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
 
@@ -148,8 +149,6 @@ def test_layout_of_a_model_runner(layout: str, shapes: list[tuple[int, int]]) ->
 def _change(config: Any, what: str) -> None:
     group, tensor = config.kv_cache_groups[0], config.kv_cache_tensors[0]
     match what:
-        case "groups":
-            config.kv_cache_groups.append(group)
         case "transfer":
             group.enable_kv_transfer = False
         case "host":
@@ -163,7 +162,6 @@ def _change(config: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
-        ("groups", "2 kinds of KV cache"),
         ("transfer", "not transferable"),
         ("host", "host pool"),
         ("layout", "LHBNC scatters a page"),
@@ -223,9 +221,70 @@ def test_names_that_vllm_uses() -> None:
     )
     runner = SimpleNamespace(kv_cache_config=config, kv_caches=[torch.from_numpy(memory.bytes)])
     assert layout_of(runner) == memory.blocks
-    sliding = vllm_names.SlidingWindowSpec(
+    compressed = vllm_names.SlidingWindowMLASpec(
         block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, sliding_window=64
     )
-    config.kv_cache_groups[0].kv_cache_spec = sliding
-    with pytest.raises(TransportUnavailable, match="kind SlidingWindowSpec"):
+    config.kv_cache_groups[0].kv_cache_spec = compressed
+    with pytest.raises(TransportUnavailable, match="kind SlidingWindowMLASpec"):
         layout_of(runner)
+
+
+def _grouped(layout: str, sizes: Sequence[Sequence[int]], num_blocks: int = 5) -> Any:
+    """A runner of vLLM's own configuration: of each group, the page sizes of its layers; the last keeps a state."""
+    import torch
+    from vllm.v1 import kv_cache_interface as vllm_names
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    widest = max(sum(pages) for pages in sizes)
+    tensors, groups = [], []
+    for number, pages in enumerate(sizes):
+        names = [f"{number}.{layer}" for layer in range(len(pages))]
+        if number < len(sizes) - 1:
+            heads = pages[0] // (2 * 4 * 8 * 2)
+            spec: Any = vllm_names.FullAttentionSpec(
+                block_size=4, num_kv_heads=heads, head_size=8, dtype=torch.bfloat16
+            )
+        else:
+            spec = vllm_names.MambaSpec(block_size=4, shapes=((pages[0] // 4,),), dtypes=(torch.float32,))
+        assert spec.page_size_bytes == pages[0]
+        groups.append(vllm_names.KVCacheGroupSpec(names, spec))
+        blocks_outside = KVCacheLayout[layout].is_block_outermost
+        tensors.append(
+            vllm_names.KVCacheTensor(
+                size=widest * num_blocks,
+                layers=names,
+                layer_stride=pages[0] if blocks_outside else pages[0] * num_blocks,
+                block_stride=widest if blocks_outside else pages[0],
+            )
+        )
+    config = vllm_names.KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, kv_cache_layout=layout
+    )
+    storage = torch.zeros(widest * num_blocks, dtype=torch.uint8)
+    return SimpleNamespace(kv_cache_config=config, kv_caches=[storage[:256], [storage[256:512], storage[512:]]])
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "regions"),
+    [
+        # Groups begin at the same place; a layer of one is a layer of another, or of the other nothing.
+        ("LBHNC", [[256] * 3, [256] * 4, [256] * 2], [(4, 5 * 256, 256, 256)]),
+        ("BLHNC", [[256] * 3, [256] * 4, [256] * 2], [(1, 0, 1024, 1024)]),
+        # Pages of several sizes, in a block of the longest.
+        ("BLHNC", [[256] * 3, [512] * 2, [1536]], [(1, 0, 1536, 1536)]),
+    ],
+)
+def test_groups_that_share_a_memory(
+    layout: str, sizes: list[list[int]], regions: list[tuple[int, int, int, int]]
+) -> None:
+    runner = _grouped(layout, sizes)
+    found = layout_of(runner)
+    described = [(it.num_layers, it.layer_stride, it.block_stride, it.page_bytes) for it in found.regions]
+    assert described == regions
+    assert [it.element_bytes for it in found.regions] == [2]
+    assert has_states(runner)
+
+
+def test_layers_of_several_sizes_share_no_memory_of_layers() -> None:
+    with pytest.raises(TransportUnavailable, match="several sizes"):
+        layout_of(_grouped("LBHNC", [[256] * 2, [512]]))

@@ -43,6 +43,11 @@ class Ledger:
             self._expect(added <= set(self.free()), owner, key, "blocks that are not free", added)
         self._held.setdefault((owner, key), set()).update(added)
 
+    def let_go(self, owner: BlockOwner, key: str, blocks: Iterable[int]) -> None:
+        """The holder lets go of some."""
+        if (owner, key) in self._held:
+            self._held[owner, key] -= set(blocks)
+
     def give_back(self, owner: BlockOwner, key: str) -> None:
         """The holder lets go of everything. Letting go of nothing has no effect."""
         self._held.pop((owner, key), None)

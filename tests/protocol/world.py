@@ -8,6 +8,9 @@ One request lives in it, or several. What is real: `Source`, `Destination`, `Gat
   the KV cache: one foreign byte anywhere changes all that follows, as with a real model.
 - An engine's loop runs what was asked of it (`commands`, in order) and then decodes a token. Effects of the machines
   that concern the scheduler wait in `commands`, as they do for the real loop.
+- A world may have KV cache groups beside that of all tokens: one of a window, which lets go of the blocks that it has
+  left behind, and one of a state, a single block with the latest cell. Their bytes must agree with the cells, else the
+  token comes out wrong. A row is a block of each group that keeps tokens.
 - A mover copies one block at a time, so that anything may happen between two blocks.
 - Messages wait in `network` until they are delivered, dropped or duplicated. Nothing happens by itself: whoever drives
   the world (a transcript, a random schedule) decides what is next.
@@ -42,6 +45,9 @@ from tests.protocol.ledger import Ledger
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
+NOTHING = -1
+"""In the place of a block that a window has left behind."""
+Row = list[int]
 LEASE_S = 30.0
 REQUEST = "r"
 
@@ -92,7 +98,8 @@ class Request:
     epoch: Epoch = HOME
     base: int = 0
     computed: int = 0
-    blocks: list[int] = dataclasses.field(default_factory=list)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    states: list[int] = dataclasses.field(default_factory=list)
     frozen: bool = False
     open_handover: bool = False
     leaving: bool = False
@@ -100,6 +107,15 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.output
+
+    @property
+    def held(self) -> list[int]:
+        """Its blocks, of all groups."""
+        return [*present(self.rows), *self.states]
+
+
+def present(rows: list[Row]) -> list[int]:
+    return [block for row in rows for block in row if block != NOTHING]
 
 
 class Client:
@@ -154,7 +170,8 @@ class Outgoing:
         self.move, self.to, self.machine, self.request = move, to, machine, request
         self.calls: set[Call] = set()
         self.timers: dict[str, float] = {}
-        self.block_ids: list[int] = []
+        self.rows: list[Row] = []
+        self.states: list[int] = []
         self.tokens: list[int] = []
         self.reported = False
 
@@ -167,16 +184,19 @@ class Incoming:
         self.source_life = 0
         self.timers: dict[str, float] = {}
         self.request: Request | None = None
-        self.blocks: list[int] = []
-        self.source_blocks: dict[int, int] = {}
+        self.rows: list[Row] = []
+        self.states: list[int] = []
+        self.source_rows: dict[int, Row] = {}
+        self.source_states: list[int] = []
         self.commit_tokens: list[int] = []
         self.waiting: dict[object, int] = {}
         self.job: Job | None = None
 
 
 class Engine:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_blocks: int) -> None:
         self.name = name
+        self.num_blocks = num_blocks
         self.life = 0
         self.up = True
         self.restart()
@@ -184,9 +204,9 @@ class Engine:
     def restart(self) -> None:
         self.life += 1
         self.up = True
-        self.ledger = Ledger(NUM_BLOCKS)
+        self.ledger = Ledger(self.num_blocks)
         garbage = digest("garbage", self.name, self.life)
-        self.memory = {block: [garbage + block] * BLOCK_SIZE for block in range(NUM_BLOCKS)}
+        self.memory = {block: [garbage + block] * BLOCK_SIZE for block in range(self.num_blocks)}
         self.commands: list[tuple[str, Callable[[], None]]] = []
         self.requests: dict[str, Request] = {}
         self.out: dict[str, Outgoing] = {}
@@ -196,8 +216,13 @@ class Engine:
     def incarnation(self) -> str:
         return f"{self.name}{self.life}"
 
-    def cells(self, blocks: list[int], count: int) -> list[int]:
-        return [c for block in blocks for c in self.memory[block]][:count]
+    def cells(self, rows: list[Row], count: int) -> list[int]:
+        """Those of the group of all tokens."""
+        return [c for row in rows for c in self.memory[row[0]]][:count]
+
+    def write(self, block: int, offset: int, value: int) -> None:
+        cells = self.memory[block] = list(self.memory[block])
+        cells[offset] = value
 
 
 class World:
@@ -210,6 +235,11 @@ class World:
     checks_lease = True
     checks_reads = True
     moves_while_open = False
+    window: int | None = None
+    """Tokens that a group of its own keeps, if there is one."""
+    has_states = False
+    starts_over = True
+    """Whether a source that goes on in doubt leaves its states as they are."""
     num_repeated = 2
     """Output tokens before `base` that a new owner repeats, in case the last one's were lost."""
     traced = True
@@ -218,7 +248,8 @@ class World:
     """Time that passes while engines decode, on the way to rest."""
 
     def __init__(self, engines: str = "ABC", prompt: int = 6, output: int = 24, requests: int = 1) -> None:
-        self.engines = {name: Engine(name) for name in engines}
+        num_blocks = NUM_BLOCKS * (1 + (self.window is not None)) + 4 * self.has_states
+        self.engines = {name: Engine(name, num_blocks) for name in engines}
         self.network: list[Message] = []
         self.now = 0.0
         self.log: list[str] = []
@@ -253,11 +284,16 @@ class World:
             return False
         tokens = request.tokens
         for position in range(request.computed, len(tokens)):
-            before = engine.cells(request.blocks, position)
-            block, offset = divmod(position, BLOCK_SIZE)
-            engine.memory[request.blocks[block]] = list(engine.memory[request.blocks[block]])
-            engine.memory[request.blocks[block]][offset] = cell(before[-1] if before else 0, tokens[position])
+            request.computed = position
+            before = self.read(engine, request)
+            value = cell(before[-1] if before else 0, tokens[position])
+            row, offset = divmod(position, BLOCK_SIZE)
+            for block in request.rows[row]:
+                engine.write(block, offset, value)
+            for block in request.states:
+                engine.write(block, 0, value)
         request.computed = len(tokens)
+        self._leave_behind(engine, request)
         token = self._sample(engine, request)
         request.output.append(token)
         finished = len(request.output) == request.max_output
@@ -267,7 +303,27 @@ class World:
         return True
 
     def _sample(self, engine: Engine, request: Request) -> int:
-        return next_token(engine.cells(request.blocks, request.computed))
+        return next_token(self.read(engine, request))
+
+    def read(self, engine: Engine, request: Request) -> list[int]:
+        """The cells of what is computed; others if a window or a state does not agree with them."""
+        cells = engine.cells(request.rows, request.computed)
+        agrees = all(engine.memory[block][0] == cells[-1] for block in request.states if cells)
+        if self.window is not None:
+            for position in range(max(0, request.computed - self.window), request.computed):
+                row, offset = divmod(position, BLOCK_SIZE)
+                block = request.rows[row][1]
+                agrees = agrees and block != NOTHING and engine.memory[block][offset] == cells[position]
+        return cells if agrees else [~value for value in cells]
+
+    def _leave_behind(self, engine: Engine, request: Request) -> None:
+        """The window goes on."""
+        if self.window is None:
+            return
+        left = [row[1] for row in request.rows[: max(0, request.computed - self.window) // BLOCK_SIZE]]
+        engine.ledger.let_go(BlockOwner.SCHEDULER, request.id, [block for block in left if block != NOTHING])
+        for row in request.rows[: len(left)]:
+            row[1] = NOTHING
 
     def loop(self, name: str) -> None:
         """A turn that schedules nothing."""
@@ -288,6 +344,7 @@ class World:
             return None
         move = f"m{next(self._moves)}"
         bytes_per_block = plan.pop("bytes_per_block", 100)
+        plan["state_bytes"] = bytes_per_block * self.has_states
         terms = Plan(method=method, epoch_next=request.epoch.next_hop(), bytes_per_block=bytes_per_block, **plan)
         engine.out[move] = Outgoing(move, to, self.source_class(terms), request_id)
         self._tell_source(engine, move, ev.Start())
@@ -381,7 +438,7 @@ class World:
         engine = self.engines[name]
         request = engine.requests[request_id]
         engine.ledger.give_back(BlockOwner.SCHEDULER, request_id)
-        request.blocks, request.computed = [], 0
+        request.rows, request.states, request.computed = [], [], 0
         if not request.frozen:
             for move in self._leaves(engine, request_id):
                 self._tell_source(engine, move, ev.RequestGone(Gone.PREEMPTED))
@@ -473,11 +530,11 @@ class World:
         match effect:
             case do.SendReserve():
                 assert request is not None
-                call(Call.RESERVE, (list(request.output), request.max_output, engine.life))
+                call(Call.RESERVE, (list(request.output), request.max_output, engine.life, request.computed))
             case do.SendRound():
-                call(Call.ROUND, (effect, out.block_ids[effect.from_block : effect.to_block]))
+                call(Call.ROUND, (effect, self._of_round(out, effect)))
             case do.SendCommit():
-                call(Call.COMMIT, (effect, out.block_ids[effect.from_block : effect.num_blocks], list(out.tokens)))
+                call(Call.COMMIT, (effect, self._of_commit(out, effect), list(out.states), list(out.tokens)))
             case do.SendWithdraw():
                 call(Call.WITHDRAW)
             case do.SendQuery():
@@ -497,7 +554,9 @@ class World:
             case do.Unfreeze(epoch=epoch):
                 if epoch is not None and request is not None:
                     request.epoch, request.base = epoch, len(request.output)
-                command("unfreeze", lambda: self._unfreeze(engine, out.request))
+                # The destination may be reading: a step would change the state under it.
+                starts_over = epoch is not None and self.has_states and self.starts_over
+                command("unfreeze", lambda: self._unfreeze(engine, out.request, starts_over))
             case do.Unpin():
                 command("unpin", lambda: engine.ledger.give_back(BlockOwner.PIN, out.move))
             case do.Release() | do.Drop():
@@ -517,8 +576,8 @@ class World:
             self._tell_source(engine, out.move, ev.PinFailed(Reason.NOT_STARTED))
             return
         frontier = request.computed // BLOCK_SIZE
-        engine.ledger.hold(BlockOwner.PIN, out.move, request.blocks[from_block:frontier])
-        out.block_ids = list(request.blocks)
+        engine.ledger.hold(BlockOwner.PIN, out.move, present(request.rows[from_block:frontier]))
+        out.rows, out.states = [list(row) for row in request.rows], list(request.states)
         self._tell_source(engine, out.move, ev.BlocksPinned(frontier, len(request.tokens)))
 
     def _freeze(self, engine: Engine, out: Outgoing) -> None:
@@ -527,16 +586,28 @@ class World:
             self._tell_source(engine, out.move, ev.PinFailed(Reason.NOT_STARTED))
             return
         request.frozen = True
-        blocks = request.blocks[: -(-request.computed // BLOCK_SIZE)]
+        rows = request.rows[: -(-request.computed // BLOCK_SIZE)]
         if self.pins_at_freeze:
-            engine.ledger.hold(BlockOwner.PIN, out.move, blocks)
-        out.block_ids, out.tokens = list(blocks), list(request.output)
-        frozen = ev.Frozen(len(request.tokens), request.computed, len(blocks), len(request.output))
+            engine.ledger.hold(BlockOwner.PIN, out.move, [*present(rows), *request.states])
+        out.rows, out.states = [list(row) for row in rows], list(request.states)
+        out.tokens = list(request.output)
+        frozen = ev.Frozen(len(request.tokens), request.computed, len(rows), len(request.output))
         self._tell_source(engine, out.move, frozen)
 
-    def _unfreeze(self, engine: Engine, request_id: str) -> None:
-        if request_id in engine.requests:
-            engine.requests[request_id].frozen = False
+    def _of_round(self, out: Outgoing, effect: do.SendRound) -> list[Row]:
+        """Rows that a round copies."""
+        return out.rows[effect.from_block : effect.to_block]
+
+    def _of_commit(self, out: Outgoing, effect: do.SendCommit) -> list[Row]:
+        return out.rows[effect.from_block : effect.num_blocks]
+
+    def _unfreeze(self, engine: Engine, request_id: str, starts_over: bool) -> None:
+        request = engine.requests.get(request_id)
+        if request is not None:
+            request.frozen = False
+            if starts_over:
+                engine.ledger.give_back(BlockOwner.SCHEDULER, request_id)
+                request.rows, request.states, request.computed = [], [], 0
 
     def _release(self, engine: Engine, request_id: str) -> None:
         engine.ledger.give_back(BlockOwner.SCHEDULER, request_id)
@@ -558,9 +629,7 @@ class World:
             case do.GrowReservation(num_tokens=num_tokens):
                 command("grow", lambda: self._grow(engine, into, num_tokens))
             case do.Pull(job=number, from_block=from_block, to_block=to_block):
-                span = range(from_block, to_block)
-                pairs = [(into.source_blocks[index], into.blocks[index]) for index in span]
-                into.job = Job(number, into.source, into.source_life, pairs)
+                into.job = Job(number, into.source, into.source_life, self._pairs(into, range(from_block, to_block)))
             case do.StopPull():
                 assert into.job is not None
                 into.job.stopping = True
@@ -592,6 +661,14 @@ class World:
             case _:
                 raise AssertionError(effect)
 
+    def _pairs(self, into: Incoming, span: range) -> list[tuple[int, int]]:
+        """Blocks that a pull copies: of rows, what neither side has left behind; the latest states with the last."""
+        pairs = [pair for row in span for pair in zip(into.source_rows[row], into.rows[row], strict=True)]
+        copied = [pair for pair in pairs if NOTHING not in pair]
+        if into.machine.state is DestinationState.COMMITTING:
+            copied += zip(into.source_states, into.states, strict=True)
+        return copied
+
     def _free(self, engine: Engine, move: str) -> None:
         engine.ledger.give_back(BlockOwner.RESERVATION, move)
         engine.ledger.give_back(BlockOwner.DRAINING, move)
@@ -603,24 +680,44 @@ class World:
             self._tell_destination(engine, into.move, ev.ReserveFailed(Reason.ALREADY_MIGRATING))
             return
         hits = sorted(engine.ledger.held(BlockOwner.SCHEDULER, "cache"))[: (len(request.prompt) - 1) // BLOCK_SIZE]
-        wanted = len(request.tokens) // BLOCK_SIZE + 1 - len(hits)
-        free = engine.ledger.free()
-        if wanted > len(free):
+        if self.window is None and not self.has_states:
+            into.rows = [[block] for block in hits]
+        hits = hits[: len(into.rows)]
+        missing = len(request.tokens) // BLOCK_SIZE + 1 - len(into.rows)
+        # A window before what the source has computed is not looked at any more.
+        left = max(0, request.computed - self.window) // BLOCK_SIZE if self.window is not None else 0
+        taken = self._take(engine, BlockOwner.RESERVATION, into.move, missing, left, with_states=True)
+        if taken is None:
             self._tell_destination(engine, into.move, ev.ReserveFailed(Reason.DESTINATION_FULL))
             return
-        engine.ledger.hold(BlockOwner.RESERVATION, into.move, free[:wanted])
-        into.blocks = [*hits, *free[:wanted]]
-        self._tell_destination(engine, into.move, ev.BlocksReserved(len(hits), len(into.blocks)))
+        rows, into.states = taken
+        into.rows += rows
+        self._tell_destination(engine, into.move, ev.BlocksReserved(len(hits), len(into.rows)))
 
     def _grow(self, engine: Engine, into: Incoming, num_tokens: int) -> None:
-        missing = num_tokens // BLOCK_SIZE + 1 - len(into.blocks)
-        free = engine.ledger.free()
-        if missing > len(free):
+        missing = num_tokens // BLOCK_SIZE + 1 - len(into.rows)
+        taken = self._take(engine, BlockOwner.RESERVATION, into.move, missing)
+        if taken is None:
             self._tell_destination(engine, into.move, ev.GrowFailed(Reason.DESTINATION_FULL))
             return
-        engine.ledger.hold(BlockOwner.RESERVATION, into.move, free[: max(0, missing)])
-        into.blocks += free[: max(0, missing)]
-        self._tell_destination(engine, into.move, ev.Grown(len(into.blocks)))
+        into.rows += taken[0]
+        self._tell_destination(engine, into.move, ev.Grown(len(into.rows)))
+
+    def _take(
+        self, engine: Engine, owner: BlockOwner, key: str, num_rows: int, left: int = 0, *, with_states: bool = False
+    ) -> tuple[list[Row], list[int]] | None:
+        """So many rows more, the first `left` of them without a window, and a state; None if there is no room."""
+        free = iter(engine.ledger.free())
+        try:
+            rows = [[next(free)] for _ in range(num_rows)]
+            if self.window is not None:
+                for number, row in enumerate(rows):
+                    row.append(NOTHING if number < left else next(free))
+            states = [next(free)] if with_states and self.has_states else []
+        except StopIteration:
+            return None
+        engine.ledger.hold(owner, key, [*present(rows), *states])
+        return rows, states
 
     def _admit(self, engine: Engine, into: Incoming, admit: do.Admit) -> None:
         request = into.request
@@ -630,14 +727,18 @@ class World:
             return
         request.output = list(into.commit_tokens)
         request.epoch, request.base, request.computed = admit.epoch, admit.base, admit.computed_tokens
-        request.blocks = list(into.blocks)
+        request.rows, request.states = into.rows, into.states
         request.open_handover = True
-        published = engine.cells(request.blocks, request.computed)
+        published = self.read(engine, request)
         if published != cells_of(request.tokens)[: request.computed]:
             self.faults.append(f"{engine.name} published bytes that are not the request's")
-        hits = into.blocks[: into.machine.hit_blocks]
+        hits = present(into.rows[: into.machine.hit_blocks])
         engine.ledger.pass_on(into.move, BlockOwner.SCHEDULER, request.id)
         engine.ledger.hold(BlockOwner.SCHEDULER, request.id, hits)
+        if not request.computed and self.window is not None:
+            # What was reserved for a request with KV is not enough for one without.
+            engine.ledger.give_back(BlockOwner.SCHEDULER, request.id)
+            request.rows, request.states = [], []
         engine.requests[request.id] = request
         first = max(0, request.base - self.num_repeated)
         if first < request.base:
@@ -664,14 +765,14 @@ class World:
 
     def _allocate(self, engine: Engine, request: Request) -> bool:
         """Room for every token and the next."""
-        missing = len(request.tokens) // BLOCK_SIZE + 1 - len(request.blocks)
+        missing = len(request.tokens) // BLOCK_SIZE + 1 - len(request.rows)
         if missing <= 0:
             return True
-        free = engine.ledger.free()
-        if missing > len(free):
+        taken = self._take(engine, BlockOwner.SCHEDULER, request.id, missing, with_states=not request.states)
+        if taken is None:
             return False
-        engine.ledger.hold(BlockOwner.SCHEDULER, request.id, free[:missing])
-        request.blocks += free[:missing]
+        request.rows += taken[0]
+        request.states += taken[1]
         return True
 
     def _emit(self, engine: Engine, request: Request, first: int, tokens: list[int], finished: bool) -> None:
@@ -776,19 +877,19 @@ class World:
         event: ev.DestinationEvent
         match key:
             case Call.RESERVE:
-                output, max_output, incoming.source_life = message.body
+                output, max_output, incoming.source_life, computed = message.body
                 if incoming.request is None:
                     prompt = self.clients[message.request].prompt
-                    incoming.request = Request(message.request, prompt, max_output, list(output))
+                    incoming.request = Request(message.request, prompt, max_output, list(output), computed=computed)
                 event = ev.ReserveRequested()
             case Call.ROUND:
-                effect, block_ids = message.body
+                effect, rows = message.body
                 key = (Call.ROUND, effect.round)
-                incoming.source_blocks.update(enumerate(block_ids, effect.from_block))
+                incoming.source_rows.update(enumerate(rows, effect.from_block))
                 event = ev.RoundRequested(effect.round, effect.from_block, effect.to_block, effect.num_tokens)
             case Call.COMMIT:
-                effect, block_ids, tokens = message.body
-                incoming.source_blocks.update(enumerate(block_ids, effect.from_block))
+                effect, rows, incoming.source_states, tokens = message.body
+                incoming.source_rows.update(enumerate(rows, effect.from_block))
                 incoming.commit_tokens = tokens
                 event = ev.CommitRequested(
                     effect.epoch, effect.base, effect.computed_tokens, effect.from_block, effect.num_blocks
@@ -809,7 +910,7 @@ class World:
     def _incoming(self, engine: Engine, move: str, source: str, request_id: str) -> Incoming:
         """The record of a move, made when it is first named."""
         if move not in engine.into:
-            terms = Terms(block_size=BLOCK_SIZE, lease_s=LEASE_S)
+            terms = Terms(block_size=BLOCK_SIZE, has_states=self.has_states, lease_s=LEASE_S)
             engine.into[move] = Incoming(move, source, self.destination_class(terms), request_id)
         incoming = engine.into[move]
         incoming.source = incoming.source or source

@@ -193,7 +193,7 @@ async def test_an_operator_s_token_is_replaced_without_a_restart(server: Running
         ({"peer": []}, "holds no tokens"),
         ({"operator": [OPERATOR]}, "the tokens of the role peer, in clear"),
         ({"peer": [PEER, hashed(READER)]}, "the tokens of the role peer, in clear"),
-        (hashed(PEER), "the tokens of the role peer, in clear"),
+        pytest.param(hashed(PEER), "the tokens of the role peer, in clear", id="hashed"),
     ],
 )
 def test_a_file_that_cannot_be_an_instance_s(

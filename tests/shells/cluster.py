@@ -206,14 +206,14 @@ class Instance:
     """An engine and its API server. Made by `Cluster`."""
 
     def __init__(
-        self, name: str, config: LlumletConfig, model: Path, asynchronous: bool, directory: Path, hybrid: bool
+        self, name: str, config: LlumletConfig, model: Path, asynchronous: bool, directory: Path, cache_stays: bool
     ) -> None:
         self.name = name
         variables = {CONFIG_VARIABLE: config.to_json(), "VLLM_ENGINE_READY_TIMEOUT_S": "20"}
         with mock.patch.dict("os.environ", variables), ThreadPoolExecutor(1) as starter:
             # Each waits for the other.
             vllm_config = engine_config(model, asynchronous=asynchronous)
-            starting = starter.submit(lambda: Engine(vllm_config, directory, hybrid=hybrid))
+            starting = starter.submit(lambda: Engine(vllm_config, directory, cache_stays=cache_stays))
             self.client = new_client(AsyncMPClient, directory)
             self.engine = starting.result()
         self.engine.start()
@@ -538,7 +538,7 @@ def hurried() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def cluster_of(
-    model: Path, names: str = "ABC", *, seed: int = 0, asynchronous: bool = False, hybrid: bool = False
+    model: Path, names: str = "ABC", *, seed: int = 0, asynchronous: bool = False, cache_stays: bool = False
 ) -> AsyncIterator[Cluster]:
     """A running cluster, each instance a peer of the others. Inside `hurried` and `intercepted`."""
     network = Network()
@@ -555,7 +555,7 @@ async def cluster_of(
                     lease_seconds=LEASE_SECONDS,
                     peers=tuple(f"127.0.0.1:{port}" for other, port in ports.items() if other != name),
                 )
-                instance = cluster.instances[name] = Instance(name, config, model, asynchronous, sockets, hybrid)
+                instance = cluster.instances[name] = Instance(name, config, model, asynchronous, sockets, cache_stays)
                 _clusters[instance.engine.kvconn.thread.event_loop] = cluster
             for instance in cluster.instances.values():
                 instance.listen(network, context)

@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import EngineZmqAddresses
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowMLASpec
 
 from tests.shells.model import BLOCK_SIZE, NUM_BLOCKS, FakeExecutor
 from vllm_llumnix.engine.agent import LlumletAgent
@@ -38,16 +38,16 @@ WINDOW = 4 * BLOCK_SIZE
 class Engine(EngineCoreProc):
     """One engine, as its client in `tests.frontend.fakes` expects it: its sockets are in `directory`.
 
-    `start` runs the loop; `stop_loop` and then `stop_sockets` end every thread. A `hybrid` has a second group of
-    layers, which see the last `WINDOW` tokens; the model reads the first group only.
+    `start` runs the loop; `stop_loop` and then `stop_sockets` end every thread. With `cache_stays` it has a second
+    group of layers, of a kind that is not carried; the model reads the first group only.
     """
 
     model_executor: FakeExecutor
     kvconn: EngineLoop
 
-    def __init__(self, config: VllmConfig, directory: Path, *, hybrid: bool = False) -> None:
+    def __init__(self, config: VllmConfig, directory: Path, *, cache_stays: bool = False) -> None:
         self._directory = directory
-        self._hybrid = hybrid
+        self._cache_stays = cache_stays
         with (
             # Of the process, which is not this engine's alone.
             mock.patch.object(vllm_core, "freeze_gc_heap"),
@@ -80,8 +80,8 @@ class Engine(EngineCoreProc):
         vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
         page: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**page))]
-        if self._hybrid:
-            groups.append(KVCacheGroupSpec(["layer.1"], SlidingWindowSpec(**page, sliding_window=WINDOW)))
+        if self._cache_stays:
+            groups.append(KVCacheGroupSpec(["layer.1"], SlidingWindowMLASpec(**page, sliding_window=WINDOW)))
         return KVCacheConfig(
             num_blocks=NUM_BLOCKS,
             kv_cache_tensors=[],

@@ -18,7 +18,7 @@ from tests.shells.marks import MARKS
 pytestmark = MARKS
 
 both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-SEVERAL_GROUPS = "not exactly one KV cache group"
+OF_ANOTHER_KIND = "a KV cache of another kind than attention, windows and states"
 
 
 async def listed(cluster: Cluster, stream: Stream, at: str = "A") -> RequestInfo:
@@ -39,14 +39,14 @@ async def queued(cluster: Cluster, at: str = "A") -> tuple[list[Stream], Stream]
 
 @both
 @retold
-async def test_a_hybrids_request_moves(asynchronous: bool, model_dir: Path) -> list[str]:
-    async with cluster_of(model_dir, asynchronous=asynchronous, hybrid=True) as cluster:
+async def test_a_request_moves_without_its_cache(asynchronous: bool, model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir, asynchronous=asynchronous, cache_stays=True) as cluster:
         stream = await company(cluster)
         info = await listed(cluster, stream)
-        assert (info.movable, info.moves_as, info.detail) == (True, Mode.RECOMPUTE, SEVERAL_GROUPS)
+        assert (info.movable, info.moves_as, info.detail) == (True, Mode.RECOMPUTE, OF_ANOTHER_KIND)
         for source, destination in ("AB", "BC", "CA"):
             move = await cluster.migrate(stream, source, destination)
-            assert (move.phase, move.mode, move.tokens_alone) == (MovePhase.MOVED, Mode.RECOMPUTE, SEVERAL_GROUPS)
+            assert (move.phase, move.mode, move.tokens_alone) == (MovePhase.MOVED, Mode.RECOMPUTE, OF_ANOTHER_KIND)
             assert (move.copied_bytes, move.transport) == (0, "")
             assert move.recomputed_tokens == move.context_tokens - 1 > 100
             await stream.reaches(len(stream.tokens) + 10)
@@ -58,10 +58,10 @@ async def test_a_hybrids_request_moves(asynchronous: bool, model_dir: Path) -> l
 @pytest.mark.parametrize("method", [Mode.LIVE, Mode.BLOCKING], ids=["live", "blocking"])
 @retold
 async def test_who_insists_on_its_kv_cache_is_refused(method: Mode, model_dir: Path) -> list[str]:
-    async with cluster_of(model_dir, hybrid=True) as cluster:
+    async with cluster_of(model_dir, cache_stays=True) as cluster:
         stream = await company(cluster)
         move = await cluster.migrate(stream, method=method)
-        assert (move.phase, move.reason, move.detail) == (MovePhase.STAYED, Reason.NOT_PORTABLE, SEVERAL_GROUPS)
+        assert (move.phase, move.reason, move.detail) == (MovePhase.STAYED, Reason.NOT_PORTABLE, OF_ANOTHER_KIND)
         assert not cluster.network.seen["Reserve"]
         return await cluster.verdict(stream)
 
@@ -69,7 +69,7 @@ async def test_who_insists_on_its_kv_cache_is_refused(method: Mode, model_dir: P
 @retold
 async def test_what_waits_has_nothing_to_lose(model_dir: Path) -> list[str]:
     """It moves, however much its KV cache is insisted on."""
-    async with cluster_of(model_dir, hybrid=True) as cluster:
+    async with cluster_of(model_dir, cache_stays=True) as cluster:
         _, stream = await queued(cluster)
         assert (await listed(cluster, stream)).moves_as == Mode.WAITING
         move = await cluster.migrate(stream, method=Mode.LIVE)
@@ -81,7 +81,7 @@ async def test_what_waits_has_nothing_to_lose(model_dir: Path) -> list[str]:
 @retold
 async def test_it_begins_while_it_is_on_its_way(model_dir: Path) -> list[str]:
     """Then it has a KV cache, and stays with it."""
-    async with cluster_of(model_dir, hybrid=True) as cluster:
+    async with cluster_of(model_dir, cache_stays=True) as cluster:
         hogs, stream = await queued(cluster)
         with outputs_held(cluster["B"]):
             moving = cluster.begin(cluster.migrate(stream, method=Mode.LIVE))
@@ -100,7 +100,7 @@ async def test_it_begins_while_it_is_on_its_way(model_dir: Path) -> list[str]:
 @retold
 async def test_in_doubt(play: str, outcome: str, model_dir: Path) -> list[str]:
     """As with a KV cache: nobody goes on with it twice, and all blocks come back."""
-    async with cluster_of(model_dir, hybrid=True) as cluster:
+    async with cluster_of(model_dir, cache_stays=True) as cluster:
         stream = await company(cluster)
         assert await PLAY[play](cluster, stream) == outcome
         assert cluster.last_report.mode == Mode.RECOMPUTE
@@ -110,7 +110,7 @@ async def test_in_doubt(play: str, outcome: str, model_dir: Path) -> list[str]:
 @retold
 async def test_a_destination_without_room(model_dir: Path) -> list[str]:
     """Its prefill has to fit beside what runs there. Nobody is preempted for it."""
-    async with cluster_of(model_dir, hybrid=True) as cluster:
+    async with cluster_of(model_dir, cache_stays=True) as cluster:
         others = [await cluster.stream("B", num_prompt=760, max_tokens=100) for _ in range(2)]
         stream = await cluster.stream(num_prompt=300)
         for one in (*others, stream):
@@ -153,21 +153,21 @@ async def test_no_transport_between_two(model_dir: Path) -> list[str]:
 
 @both
 @retold
-async def test_a_dead_hybrid(asynchronous: bool, model_dir: Path) -> list[str]:
+async def test_a_dead_engine_whose_cache_stays(asynchronous: bool, model_dir: Path) -> list[str]:
     """Nothing of its KV cache is needed."""
-    async with cluster_of(model_dir, asynchronous=asynchronous, hybrid=True) as cluster:
+    async with cluster_of(model_dir, asynchronous=asynchronous, cache_stays=True) as cluster:
         stream = await company(cluster)
         status = await cluster.llumlet("A").get_instance_status()
-        assert status.kv_unsupported == SEVERAL_GROUPS
+        assert status.kv_unsupported == OF_ANOTHER_KIND
         await cluster["A"].die()
         await until(lambda: bool(stream.at.client.origin.core.num_replayed), lambda: "not replayed")
         return await cluster.verdict(stream)
 
 
 @retold
-async def test_a_hanging_hybrid(model_dir: Path) -> list[str]:
+async def test_a_hanging_engine_whose_cache_stays(model_dir: Path) -> list[str]:
     """Its KV cache is not asked for, although it could be read."""
-    async with cluster_of(model_dir, hybrid=True) as cluster:
+    async with cluster_of(model_dir, cache_stays=True) as cluster:
         stream = await company(cluster)
         with hanging(cluster["A"]):
             assert await goes_on(cluster, stream) == "computed again"

@@ -126,12 +126,12 @@ def wrong_byte(patch: Patch) -> None:
 
 def lost_tail(patch: Patch) -> None:
     """The source's tokens since the last round do not come with Commit."""
-    stock = incoming.IncomingMove._take
+    stock = incoming.IncomingMove._append
 
-    def take(self: Any, from_block: int, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        stock(self, from_block, block_ids, [10 + token % 7 for token in token_ids])
+    def append(self: Any, token_ids: Sequence[int]) -> None:
+        stock(self, [10 + token % 7 for token in token_ids])
 
-    patch.setattr(incoming.IncomingMove, "_take", take)
+    patch.setattr(incoming.IncomingMove, "_append", append)
 
 
 def never_told(patch: Patch) -> None:

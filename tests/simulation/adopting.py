@@ -24,7 +24,7 @@ from llumlet.protocol.ids import Epoch
 from llumlet.protocol.ledger import BlockOwner
 from llumlet.protocol.rescue import Rescue
 from llumlet.protocol.trials import Trials
-from tests.protocol.world import BLOCK_SIZE, Engine, Message, Request, World, cells_of
+from tests.protocol.world import BLOCK_SIZE, Engine, Message, Request, Row, World, cells_of
 
 ORIGIN = "O"
 CALLS = frozenset({"adopt", "identify", "claim", "end claim"})
@@ -62,8 +62,8 @@ class Attempt:
     rescue: Rescue | None = None
     due: tuple[float, rescue.RescueEvent] | None = None
     """What is to be taken for the answer that is waited for, and when."""
-    blocks: list[int] = dataclasses.field(default_factory=list)
-    source_blocks: list[int] = dataclasses.field(default_factory=list)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    source_rows: list[Row] = dataclasses.field(default_factory=list)
     pairs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     copied: int = 0
 
@@ -230,8 +230,8 @@ class Adopting(World):
             return adoption.AttemptFailed(Reason.HANDOVER_OPEN)
         if with_cache:
             assert attempt.rescue is not None
-            request.blocks, request.computed = attempt.blocks, attempt.rescue.computed_tokens
-            if engine.cells(request.blocks, request.computed) != cells_of(request.tokens)[: request.computed]:
+            request.rows, request.computed = attempt.rows, attempt.rescue.computed_tokens
+            if self.read(engine, request) != cells_of(request.tokens)[: request.computed]:
                 self.faults.append(f"{engine.name} published bytes that are not the request's")
             engine.ledger.pass_on(attempt.key, BlockOwner.SCHEDULER, request.id)
             self.num_rescued += 1
@@ -278,7 +278,8 @@ class Adopting(World):
             case rescue.TakeRoom():
                 engine.commands.append(("reserve", lambda: self._tell_rescue(attempt, self._take_room(attempt))))
             case rescue.CopyBlocks(from_block=first, to_block=end, seconds=seconds):
-                attempt.pairs = list(zip(attempt.source_blocks[first:end], attempt.blocks[first:end], strict=True))
+                rows = zip(attempt.source_rows[first:end], attempt.rows[first:end], strict=True)
+                attempt.pairs = [pair for there, here in rows for pair in zip(there, here, strict=True)]
                 attempt.due = (self.now + seconds, rescue.CopyFailed("too long"))
             case rescue.StopCopy():
                 engine.ledger.pass_on(attempt.key, BlockOwner.DRAINING)
@@ -290,11 +291,12 @@ class Adopting(World):
 
     def _take_room(self, attempt: Attempt) -> rescue.RescueEvent:
         engine, request = attempt.engine, attempt.request
-        wanted, free = len(request.tokens) // BLOCK_SIZE + 1, engine.ledger.free()
-        if wanted > len(free) or request.id in engine.requests or self._is_reserved(engine, request.id):
+        if request.id in engine.requests or self._is_reserved(engine, request.id):
+            return rescue.RoomRefused("it is here")
+        taken = self._take(engine, BlockOwner.RESERVATION, attempt.key, len(request.tokens) // BLOCK_SIZE + 1)
+        if taken is None:
             return rescue.RoomRefused("no room")
-        engine.ledger.hold(BlockOwner.RESERVATION, attempt.key, free[:wanted])
-        attempt.blocks = free[:wanted]
+        attempt.rows = taken[0]
         return rescue.RoomTaken(hit_blocks=0)
 
     def copying(self) -> list[Attempt]:
@@ -344,12 +346,13 @@ class Adopting(World):
                 in_model=engine.name in self.hanging,
                 problem=(Reason.ALREADY_MIGRATING, "") if request.frozen or request.leaving else None,
                 present=request.epoch,
-                has_cache=bool(request.output and request.computed),
+                # A state may be in the middle of the step that hangs; windows may have gone on.
+                has_cache=bool(request.output and request.computed) and not self.has_states and self.window is None,
                 claimed=any(one.request is request and not one.woken for one in claims.values()),
             )
             claims[attempt] = held
             if self._tell_claim(engine, held, asked) is claim.AnswerClaim:
-                answer = (request.computed, list(request.blocks), list(request.output))
+                answer = (request.computed, [list(row) for row in request.rows], list(request.output))
         self._send(engine.name, message.sender, "claim answer", (attempt, answer), request=message.request)
 
     def _tell_claim(self, engine: Engine, held: Held, event: claim.ClaimEvent) -> Any:
@@ -365,7 +368,7 @@ class Adopting(World):
                 case claim.AnswerClaim() | claim.RefuseClaim():
                     answer = type(effect)
                 case claim.KeepBlocks():
-                    engine.ledger.hold(BlockOwner.PIN, held.key, held.request.blocks)
+                    engine.ledger.hold(BlockOwner.PIN, held.key, held.request.held)
                 case claim.EndSilently():
                     if engine.requests.get(held.request.id) is held.request:
                         self._end(engine, held.request, Gone.ABORTED)
@@ -426,8 +429,8 @@ class Adopting(World):
                 if rest[0] is None:
                     self._tell_rescue(attempt, rescue.ClaimFailed("refused"))
                 else:
-                    computed, attempt.source_blocks, output = rest[0]
-                    granted = rescue.ClaimGranted(computed, len(attempt.source_blocks), output)
+                    computed, attempt.source_rows, output = rest[0]
+                    granted = rescue.ClaimGranted(computed, len(attempt.source_rows), output)
                     self._tell_rescue(attempt, granted)
 
     def _call_off_attempts(self, engine: Engine, request_id: str, epoch: Epoch | None) -> None:

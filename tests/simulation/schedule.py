@@ -20,6 +20,8 @@ from .serving import Finish, HomeWord
 
 Action = tuple[Callable[..., object], tuple[Any, ...]]
 METHODS = (Method.LIVE, Method.LIVE, Method.BLOCKING, Method.RECOMPUTE)
+KINDS = (None, None, None, (8, False), (None, True), (6, True))
+"""Windows and states that a world has beside the KV cache of all tokens, or none."""
 LENGTHS = (30, 60, 120)
 RARITIES = (5, 12, 30)
 """One event in so many is a fault."""
@@ -39,6 +41,8 @@ class Played:
 def play(seed: int, cluster_class: type[Cluster] = Cluster, *, traced: bool = False) -> Played:
     """Run one schedule. An illegal event, or an illegal change of the ledger, is a violation like any other."""
     dice = random.Random(seed)
+    if (kinds := dice.choice(KINDS)) is not None and cluster_class.window is None and not cluster_class.has_states:
+        cluster_class = type("Kind", (cluster_class,), {"window": kinds[0], "has_states": kinds[1]})
     cluster = cluster_class("ABC"[: dice.choice((2, 3, 3))], requests=dice.choice((1, 2, 2, 3)))
     cluster.traced = traced
     cluster.answers_get_lost = cluster.answers_get_lost or dice.random() < 0.2

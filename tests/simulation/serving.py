@@ -165,7 +165,7 @@ class Serving(Adopting):
 
     def _sample(self, engine: Engine, request: Request) -> int:
         draw = next(self._draws)
-        token = hash((draw, *engine.cells(request.blocks, request.computed))) % VOCABULARY
+        token = hash((draw, *self.read(engine, request))) % VOCABULARY
         self.samples[token] = draw
         return token
 

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.protocol import effects as do
 from llumlet.protocol import streams
+from llumlet.protocol.destination import State as DestinationState
 from llumlet.protocol.gate import Gate
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.replay import Replay
 from llumlet.protocol.streams import Orphan, Stream
 from tests.conftest import NUM_SCHEDULES
+from tests.protocol.world import NOTHING, Incoming, Outgoing, Row
 from tests.support.beside import Beside
 
 from . import mutants
@@ -69,6 +72,53 @@ class InDoubt(Cluster):
     answers_get_lost = True
 
 
+class EarlyWindow(Cluster):
+    """A window's block is copied with the rows before it, a step early."""
+
+    window = 8
+
+    def _of_round(self, out: Outgoing, effect: do.SendRound) -> list[Row]:
+        return out.rows[effect.from_block : effect.to_block + 1]
+
+    def _pairs(self, into: Incoming, span: range) -> list[tuple[int, int]]:
+        pairs = super()._pairs(into, span)
+        row = span.start if into.machine.state is DestinationState.COMMITTING else span.stop
+        early = [into.source_rows[row][1], into.rows[row][1]] if row in into.source_rows else []
+        if into.machine.state is DestinationState.COMMITTING:
+            return [pair for pair in pairs if list(pair) != early] if into.machine.copied_blocks else pairs
+        return [*pairs, *([(early[0], early[1])] if early and NOTHING not in early else [])]
+
+
+class EarlyState(Cluster):
+    """A state is copied before the freeze."""
+
+    has_states = True
+
+    def _pairs(self, into: Incoming, span: range) -> list[tuple[int, int]]:
+        pairs = super()._pairs(into, span)
+        if into.machine.state is DestinationState.COMMITTING:
+            return pairs[: -len(into.states)] if into.machine.copied_blocks else pairs
+        out = self.engines[into.source].out.get(into.move)
+        return [*pairs, *(zip(out.states, into.states, strict=True) if out is not None else ())]
+
+
+class StateInDoubt(Cluster):
+    """A source that goes on by the fence steps on with the state that its destination may be reading."""
+
+    has_states = True
+    starts_over = False
+    answers_get_lost = True
+
+
+class ForgottenGroup(Cluster):
+    """What a window keeps is not copied."""
+
+    window = 8
+
+    def _of_commit(self, out: Outgoing, effect: do.SendCommit) -> list[Row]:
+        return [[row[0], NOTHING] for row in super()._of_commit(out, effect)]
+
+
 def with_replay(replay: type[Replay]) -> type[Cluster]:
     origin = type("Mutant", (Watched,), {"replay_class": replay})
     return type("Mutant", (Cluster,), {"origin_class": origin})
@@ -92,6 +142,10 @@ CLUSTERS: dict[str, type[Cluster]] = {
     "claimed blocks are not kept": type("Unkept", (Cluster,), {"claim_class": mutants.Unkept}),
     "a claim ignored by the waking loop": type("Unheeded", (Cluster,), {"claim_class": mutants.Unheeded}),
     "whether they were kept is not asked": type("Unasked", (Cluster,), {"rescue_class": mutants.Unasked}),
+    "a window's block copied a step early": EarlyWindow,
+    "a state copied before the freeze": EarlyState,
+    "a group forgotten": ForgottenGroup,
+    "a state that is changed in doubt": StateInDoubt,
     "death before hello": type("OnlyWhoSpoke", (Cluster,), {"origin_class": OnlyWhoSpoke}),
 }
 

@@ -45,7 +45,9 @@ class Arrivals:
         self._builder = builder
         self._end_here = end_here
         config, port = context.config, context.loop.port
-        self._terms = Terms(block_size=port.block_size, lease_s=config.lease_seconds)
+        self._terms = Terms(
+            block_size=port.block_size, has_states=bool(port.rows.num_states), lease_s=config.lease_seconds
+        )
         self.moves: dict[str, IncomingMove] = {}
         self._unsettled: dict[str, IncomingMove] = {}
         """Moves whose fate is open, or whose blocks may still be written: few."""

@@ -1,37 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of a request that may come: where they are at its source and here, and how they are copied. Llumlet
-thread only."""
+thread only. They are counted in rows, see `block_rows`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from llumlet.protocol.effects import Pull
 from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.engine.block_rows import NULL_ID
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
+from vllm_llumnix.engine.reservations import Reserved
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.messages import BlockCopy
 
 
 class ArrivingBlocks:
-    """`block_ids` are those of its reservation here, by index in the request; `transport` is empty if none was
-    chosen."""
+    """`here` is its reservation; `transport` is empty if none was chosen."""
 
     def __init__(self, context: EngineContext) -> None:
-        self.block_ids: list[int] = []
+        self.here = Reserved()
         self.transport = ""
         self._context = context
+        self._width = context.loop.port.rows.width
         self._memory: SourceMemory | None = None
-        self._at_source: dict[int, int] = {}
-        """Block ids of the source, by index in the request."""
+        self._at_source: dict[int, Sequence[int]] = {}
+        """Rows of block ids of the source."""
+        self._states_at_source: Sequence[int] = ()
         self._jobs: dict[int, int] = {}
         """The machine numbers its jobs from 1, the movers' are those of all moves."""
 
     @property
     def count(self) -> int:
         """Number of blocks that are held here. Any thread."""
-        return len(self.block_ids)
+        return len(self.here.block_ids)
 
     def come_from(self, source_memory: bytes) -> None:
         """Raises Refused unless the bytes there mean the same here."""
@@ -53,22 +57,46 @@ class ArrivingBlocks:
             raise
         return ""
 
-    def find_at_source(self, from_block: int, block_ids: Sequence[int]) -> None:
-        """The source says where blocks are, from index `from_block` on."""
-        self._at_source.update(enumerate(block_ids, from_block))
+    def find_at_source(self, from_row: int, to_row: int, block_ids: Sequence[int]) -> None:
+        """The source says where rows are. Raises Refused unless it says so of each block."""
+        width = self._width
+        if len(block_ids) != width * (to_row - from_row):
+            detail = f"{len(block_ids)} block ids for rows {from_row} to {to_row}, of {width} blocks each"
+            raise Refused(Reason.INVALID_REQUEST, detail)
+        for row in range(from_row, to_row):
+            at = width * (row - from_row)
+            self._at_source[row] = block_ids[at : at + width]
 
-    async def pull(self, wanted: Pull, *, final: bool, deadline_s: float) -> int:
-        """Copy the blocks that the machine says; returns the bytes of all ranks. Raises Refused(invalid_request) if the
-        source has not said where they are, and TransportError: then `stop` says when nothing is written any more."""
+    def find_states_at_source(self, block_ids: Sequence[int]) -> None:
+        """The source says where the latest states are. Raises Refused unless it says so of each."""
+        num_states = self._context.loop.port.rows.num_states
+        if len(block_ids) != num_states:
+            raise Refused(Reason.INVALID_REQUEST, f"{len(block_ids)} states of {num_states}")
+        self._states_at_source = block_ids
+
+    async def pull(self, wanted: Pull, *, final: bool, deadline_s: float, states: Sequence[int] = ()) -> int:
+        """Copy the rows that the machine says, and the latest states into the blocks `states`; returns the bytes of all
+        ranks. What a window has left behind, at the source or here, is not copied: nobody looks at it any more.
+
+        Raises Refused(invalid_request) if the source has not said where they are, and TransportError: then `stop` says
+        when nothing is written any more.
+        """
         assert self._memory is not None
-        indices = range(wanted.from_block, wanted.to_block)
-        if not self._at_source.keys() >= set(indices):
+        rows, width = range(wanted.from_block, wanted.to_block), self._width
+        if not self._at_source.keys() >= set(rows):
             detail = f"the source did not say where blocks {wanted.from_block} to {wanted.to_block} are"
             raise Refused(Reason.INVALID_REQUEST, detail)
+        there = itertools.chain.from_iterable(self._at_source[row] for row in rows)
+        pairs = zip(there, self.here.block_ids[width * rows.start : width * rows.stop], strict=True)
+        copied = [pair for pair in pairs if NULL_ID not in pair]
+        if states:
+            copied += zip(self._states_at_source, states, strict=True)
+        if not copied:
+            return 0
         copy = BlockCopy(
             job=self._job(wanted.job),
-            src_blocks=[self._at_source[index] for index in indices],
-            dst_blocks=self.block_ids[wanted.from_block : wanted.to_block],
+            src_blocks=[at_source for at_source, _ in copied],
+            dst_blocks=[here for _, here in copied],
             transport=self.transport,
             deadline_s=deadline_s,
             final=final,
@@ -83,7 +111,7 @@ class ArrivingBlocks:
     def shed(self) -> None:
         """Lets go of everything: nothing of it is needed any more."""
         self._memory = None
-        self.block_ids, self._at_source = [], {}
+        self.here, self._at_source, self._states_at_source = Reserved(), {}, ()
 
     def _job(self, job: int) -> int:
         if job not in self._jobs:

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_llumnix import config as llumlet_config
 from vllm_llumnix.engine.agent import LlumletAgent, open_llumlet
+from vllm_llumnix.engine.block_rows import kind_of
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.load_events import follow_engine
@@ -226,6 +227,10 @@ def engine_facts(engine: Engine, movers: list[MoverInfo]) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "block_size": engine.scheduler.block_size,
+        "groups": [
+            (str(kind_of(group)), group.kv_cache_spec.block_size, len(group.layer_names))
+            for group in engine.scheduler.kv_cache_config.kv_cache_groups
+        ],
         "layout": [layout.layout for layout in layouts],
         "caches": [mover.caches for mover in movers],
         "pages": [[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts],

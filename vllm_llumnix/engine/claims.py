@@ -24,6 +24,7 @@ from llumlet.protocol.effects import ClearTimer
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
+from vllm_llumnix.engine.block_rows import ids_of
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Pin
@@ -154,7 +155,10 @@ class Claims:
             in_model=True,
             problem=why_not_now(request),
             present=residence.epoch if residence is not None else None,
-            has_cache=request.status == RequestStatus.RUNNING and bool(request.num_output_tokens),
+            # A step that hangs may have changed a state, and may yet.
+            has_cache=request.status == RequestStatus.RUNNING
+            and bool(request.num_output_tokens)
+            and not self._port.rows.num_states,
             claimed=claimed,
         )
 
@@ -163,7 +167,7 @@ class Claims:
         return Claimed(
             claim_id=f"{request.request_id}#{next(self._numbers)}",
             computed_tokens=computed,
-            block_ids=self._port.block_ids(request)[: -(-computed // self._port.block_size)],
+            block_ids=ids_of(self._port.rows.blocks(request, computed)),
             output_token_ids=list(request.output_token_ids),
         )
 

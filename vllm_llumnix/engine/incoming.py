@@ -80,6 +80,7 @@ class IncomingMove(Shell[Destination]):
         self._offer: ReserveRequest | None = None
         self._last_round = 0
         self._commit_seen = False
+        self._computed_tokens = 0
         self._admission = Admission(context)
         self._lease_end = 0.0
         self.callers = Callers()
@@ -115,14 +116,20 @@ class IncomingMove(Shell[Destination]):
         """What a round brings beside the machine's event, once."""
         if request.round > self._last_round:
             self._last_round = request.round
-            self._take(request.from_block, request.block_ids, request.new_token_ids)
+            self.blocks.find_at_source(request.from_block, request.to_block, request.block_ids)
+            self._append(request.new_token_ids)
         return on.RoundRequested(request.round, request.from_block, request.to_block, request.num_tokens)
 
     def take_commit(self, request: CommitRequest) -> on.DestinationEvent:
         """Raises Refused, the first time only: then the move is to be called off."""
+        num_rows = self._loop.port.rows.rows_of(request.computed_tokens)
         if not self._commit_seen:
             self._commit_seen = True
-            self._take(request.from_block, request.block_ids, request.new_token_ids)
+            if request.computed_tokens:
+                self.blocks.find_at_source(request.from_block, num_rows, request.block_ids)
+                self.blocks.find_states_at_source(request.state_ids)
+            self._computed_tokens = request.computed_tokens
+            self._append(request.new_token_ids)
             if self.request is not None:
                 recomputed = self.request.num_tokens - request.computed_tokens - 1
                 if recomputed < 0 or request.base != self.request.num_output_tokens:
@@ -137,12 +144,11 @@ class IncomingMove(Shell[Destination]):
             request.base,
             request.computed_tokens,
             request.from_block,
-            request.from_block + len(request.block_ids),
+            num_rows,
         )
 
-    def _take(self, from_block: int, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """The source's block ids, and the tokens it produced since its last message. Raises Refused."""
-        self.blocks.find_at_source(from_block, block_ids)
+    def _append(self, token_ids: Sequence[int]) -> None:
+        """The tokens that the source produced since its last message. Raises Refused."""
         if self.request is not None and token_ids:
             self._builder.append(self.request, list(token_ids))
 
@@ -201,8 +207,14 @@ class IncomingMove(Shell[Destination]):
                 raise Refused(Reason.NOT_PORTABLE, problem)
             # Connect to the origin now, not when its client waits for the first token from here.
             context.relay.client_index(state.origin)
-            hit_blocks, self.blocks.block_ids = await self._loop.call_for_blocks(
-                self._loop.reserve, self.request, queued, not context.config.exact, behind_outputs=True
+            computed_tokens = 0 if self.tokens_alone or offer.method == Mode.RECOMPUTE else offer.computed_tokens
+            self.blocks.here = await self._loop.call_for_blocks(
+                self._loop.reserve,
+                self.request,
+                queued,
+                not context.config.exact,
+                computed_tokens,
+                behind_outputs=True,
             )
         except MigrationError as error:
             self.feed(on.ReserveFailed(error.reason, error.detail))
@@ -214,7 +226,7 @@ class IncomingMove(Shell[Destination]):
             self._offer = None
         await self._loop.warm_up()
         faults.hit("destination.reserved")
-        self.feed(on.BlocksReserved(hit_blocks, self.blocks.count))
+        self.feed(on.BlocksReserved(self.blocks.here.num_hits, self.blocks.here.num_rows))
 
     async def _grow(self, num_tokens: int) -> None:
         if self.tokens_alone:
@@ -222,19 +234,20 @@ class IncomingMove(Shell[Destination]):
             return
         try:
             grow = self._loop.port.reservations.grow
-            self.blocks.block_ids = await self._loop.call_for_blocks(grow, self.request, num_tokens)
+            self.blocks.here = await self._loop.call_for_blocks(grow, self.request, num_tokens)
         except MigrationError as error:
             self.feed(on.GrowFailed(error.reason, error.detail))
             return
-        self.feed(on.Grown(self.blocks.count))
+        self.feed(on.Grown(self.blocks.here.num_rows))
 
     async def _pull(self, effect: do.Pull) -> None:
         final = self.machine.state is State.COMMITTING
         began = time.perf_counter()
         try:
             # The lease began earlier, so it is what ends a copy that takes too long.
-            copied = await self.blocks.pull(effect, final=final, deadline_s=self.machine.terms.lease_s)
-        except Refused as error:
+            states = await self._seats() if final else []
+            copied = await self.blocks.pull(effect, final=final, deadline_s=self.machine.terms.lease_s, states=states)
+        except MigrationError as error:
             self.feed(on.PullFailed(effect.job, error.reason, error.detail))
             return
         except TransportError as error:
@@ -245,6 +258,13 @@ class IncomingMove(Shell[Destination]):
             self.phase_ms["last_copy"] = seconds * 1e3
         self.copied_bytes = copied
         self.feed(on.PullDone(effect.job, copied, seconds, lease_valid=time.monotonic() < self._lease_end))
+
+    async def _seats(self) -> list[int]:
+        """Blocks here for the states behind the last computed token."""
+        port = self._loop.port
+        if not port.rows.num_states:
+            return []
+        return await self._loop.call(port.reservations.seat, self.request, self._computed_tokens)
 
     async def _stop(self, job: int) -> None:
         """The blocks are not given back while a mover may write them."""

@@ -39,8 +39,10 @@ class LeavingRequest(Leaving):
         self._on_end = on_end
         self.num_known_tokens = 0
         """Output tokens that the destination has been told of. From the first state on, the llumlet's thread counts."""
+        self.computed_tokens = 0
+        """Tokens whose KV was final when it was first looked at."""
         self.queued = False
-        """Whether it had computed nothing when it was first looked at."""
+        """Whether it had computed nothing then."""
         self._with_kv = True
         self._pins: list[Pin] = []
 
@@ -53,6 +55,7 @@ class LeavingRequest(Leaving):
         self._loop.watch(self)
         self.num_known_tokens = self.request.num_output_tokens
         self.queued = not self.request.num_computed_tokens
+        self.computed_tokens = self.request.num_computed_tokens - self.request.num_in_flight_tokens
         return state_of(self.request, self.residence)
 
     def pin(self, from_block: int) -> Frontier:
@@ -84,12 +87,16 @@ class LeavingRequest(Leaving):
     def on_gone(self, kind: str) -> None:
         self._loop.thread.post(self._on_end, kind)
 
-    def unfreeze(self, client_index: int) -> None:
-        """Has it go on here, with its outputs for that client."""
+    def unfreeze(self, client_index: int, is_in_doubt: bool) -> None:
+        """Has it go on here, with its outputs for that client. `is_in_doubt`: the destination has not said that it does
+        not take the request; it is told later that it may not, and until then it may read the blocks, and publish what
+        it makes of them. So states, which the next step would change, are left as they are."""
         self._loop.unwatch(self.request.request_id)
         if not self.request.is_finished():
             self.request.client_index = client_index
             self._port.unfreeze(self.request)
+            if is_in_doubt and self._port.rows.num_states:
+                self._port.start_over(self.request)
 
     def release(self) -> None:
         """Forgets it: it is somebody else's now."""

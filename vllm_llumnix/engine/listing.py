@@ -105,7 +105,7 @@ class Listing:
             problem = Refused(Reason.ALREADY_MIGRATING, "it is on its way")
         info = self._base_info(request)
         info.phase = _phase(request, frozen=move is not None and move.leaving.frozen)
-        info.num_blocks = len(self._port.block_ids(request))
+        info.num_blocks = self._port.rows.num_held(request)
         info.movable = problem is None
         if problem is not None:
             info.reason, info.detail = reason_number(problem.reason), problem.detail

@@ -93,11 +93,13 @@ class Migrations:
             raise Refused(Reason.ALREADY_MIGRATING, f"{request_id} is on its way already")
         way = self._listing.way(request, asked.method)
         assert residence is not None
+        rows = self._context.loop.port.rows
         budget_ms = asked.stall_budget_ms if asked.HasField("stall_budget_ms") else config.stall_budget_ms
         plan = Plan(
             method=way.method,
             epoch_next=residence.claim_next_epoch(),
-            bytes_per_block=self._context.movers.bytes_per_block,
+            bytes_per_block=self._context.movers.bytes_per_block * rows.width,
+            state_bytes=self._context.movers.bytes_per_block * rows.num_states,
             stall_budget_s=budget_ms / 1e3,
             force=asked.force,
             round_s=config.lease_seconds,

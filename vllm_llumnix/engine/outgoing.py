@@ -30,6 +30,7 @@ from llumlet.protocol.plan import Method, Plan
 from llumlet.protocol.source import Source, State
 from llumlet.types import CommitRequest, CopyRoundRequest, Handover, Mode, MoveProgress, ReserveRequest
 from vllm_llumnix import faults
+from vllm_llumnix.engine.block_rows import NULL_ID
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.handover_calls import HandoverCalls, Target, decided
 from vllm_llumnix.engine.leaving import LeavingRequest
@@ -153,7 +154,7 @@ class OutgoingMove(Shell[Source]):
             case do.AskFence(epoch=epoch):
                 spawn(self._fence(epoch))
             case do.Unfreeze(epoch=epoch):
-                call(leaving.unfreeze, self._origin.client_index(epoch))
+                call(leaving.unfreeze, self._origin.client_index(epoch), epoch is not None)
             case do.Unpin():
                 call(leaving.stop_freezing)
                 if self._grant.has_blocks:
@@ -187,6 +188,7 @@ class OutgoingMove(Shell[Source]):
             num_blocks=-(-self.request.num_tokens // block_size) + 1,
             method=Mode.WAITING if self.leaving.queued else self.progress.mode,
             tokens_will_do=not self._insists,
+            computed_tokens=self.leaving.computed_tokens,
         )
         answer = await self._calls.reserve(request)
         if answer is not None:
@@ -224,7 +226,7 @@ class OutgoingMove(Shell[Source]):
             on.Frozen(
                 num_tokens=frozen.num_tokens,
                 computed_tokens=frozen.computed_tokens,
-                num_blocks=len(frozen.block_ids),
+                num_blocks=frozen.num_blocks,
                 base=frozen.num_tokens - self.request.num_prompt_tokens,
             )
         )
@@ -238,7 +240,7 @@ class OutgoingMove(Shell[Source]):
             from_block=effect.from_block,
             to_block=effect.to_block,
             num_tokens=frontier.num_tokens,
-            block_ids=frontier.block_ids[: effect.to_block - effect.from_block],
+            block_ids=frontier.block_ids,
             new_token_ids=frontier.output_token_ids,
         )
         self.leaving.num_known_tokens += len(frontier.output_token_ids)
@@ -257,11 +259,12 @@ class OutgoingMove(Shell[Source]):
             base=effect.base,
             computed_tokens=effect.computed_tokens,
             from_block=effect.from_block,
-            block_ids=frozen.block_ids[effect.from_block : effect.num_blocks],
+            block_ids=frozen.block_ids[self._context.loop.port.rows.width * effect.from_block :],
+            state_ids=frozen.state_ids,
             new_token_ids=frozen.output_token_ids,
         )
         faults.hit("source.frozen")
-        await self._let_send(request.block_ids)
+        await self._let_send([*request.block_ids, *request.state_ids])
         sent = time.perf_counter()
         answer = await self._calls.commit(request)
         if answer is None:
@@ -277,10 +280,11 @@ class OutgoingMove(Shell[Source]):
 
     async def _let_send(self, block_ids: Sequence[int]) -> None:
         """Our workers may send these blocks, if they are not read without them."""
-        if self.progress.transport == LOCAL or not block_ids:
+        granted = [block_id for block_id in block_ids if block_id != NULL_ID]
+        if self.progress.transport == LOCAL or not granted:
             return
         try:
-            await self._grant.add(list(block_ids))
+            await self._grant.add(granted)
         except TransportError as error:
             logger.warning("move %s: %s", self.migration_id, error)
 

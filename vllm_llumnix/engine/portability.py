@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from vllm_llumnix.engine.block_rows import Kind, kind_of
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.kv.messages import MoverInfo
@@ -203,13 +204,6 @@ def _kv_cache_groups(engine: Engine) -> Sequence[KVCacheGroup]:
     return engine.scheduler.kv_cache_config.kv_cache_groups
 
 
-def sees_all_tokens(group: KVCacheGroup) -> bool:
-    """Whether every layer of a KV cache group attends to everything before: then block n holds tokens of block n."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-
-    return isinstance(group.kv_cache_spec, FullAttentionSpec | MLAAttentionSpec)
-
-
 def custom_logits_processors(engine: Engine) -> list[type]:
     """The classes of an engine's own logits processors: every one that is installed as a plugin, then those of
     `--logits-processors`.
@@ -251,16 +245,17 @@ REFUSED_ENGINES = (
 
 KV_REFUSED_ENGINES = (
     RefusedEngine(
-        "not exactly one KV cache group",
-        lambda engine: len(_kv_cache_groups(engine)) != 1,
-        "hybrids: sliding windows (Gemma 3, gpt-oss), state spaces and linear attention (Qwen3-Next, Nemotron-H)",
-        "Gemma 3, gpt-oss, Qwen3-Next",
+        "a KV cache of another kind than attention, windows and states",
+        lambda engine: None in [kind_of(group) for group in _kv_cache_groups(engine)],
+        "compressed tokens, rings, caches on the host (DeepSeek V4, HiSparse)",
     ),
     RefusedEngine(
-        "a KV cache of another kind than full attention or MLA",
-        lambda engine: not sees_all_tokens(_kv_cache_groups(engine)[0]),
-        "state spaces, sliding windows in every layer",
-        "Gemma 3 with windows alone",
+        "states that change with every step beside speculative decoding",
+        lambda engine: (
+            engine.vllm_config.speculative_config is not None
+            and Kind.STATE in [kind_of(group) for group in _kv_cache_groups(engine)]
+        ),
+        "which of several states is the latest is known to the worker alone",
     ),
     RefusedEngine(
         "another KV connector is configured (--kv-transfer-config)",
@@ -334,10 +329,32 @@ method that copies (`llumnix migrate --method live`) insists: the request stays,
 name none; to balance load a prefill is not worth it, and the rescheduler leaves such requests where they run.
 `llumnix ps` shows how each would go: `live`, `recompute`, `waiting`, or why not at all.
 
-Measured (`tests/integration/test_hybrids.py`, `test_refusals.py`) on small random models, with the V1 runner: moves in
-the middle of a stream, there and back; of hybrids also what waits, a drain, and `kill -9` of the owner. In float32 the
-tokens are those of an unmoved run. Qwen3-Next computes in bfloat16 on a CPU: there each token is, up to rounding, the
-one that an engine finds best behind those before it.
+Measured on small random models, with the V1 runner (`tests/integration/test_refusals.py`), and by `--method recompute`
+(`test_hybrids.py`): in float32 the tokens are those of an unmoved run. Qwen3-Next computes in bfloat16 on a CPU: there
+each token is, up to rounding, the one that an engine finds best behind those before it.
+"""
+
+_KINDS = """\
+## KV caches of several kinds
+
+Layers that keep something of every token, layers that look at a window, and layers with a state instead have block
+tables of their own, and vLLM gives all of them blocks of one memory. A move counts in rows: the blocks of so many
+tokens in every table that keeps tokens.
+
+| what the layers keep | in rounds | while it is frozen | at the destination | measured |
+|---|---|---|---|---|
+| every token: full attention, MLA | rows whose bytes are final | the rest | hits of the prefix cache are not copied \
+| every model |
+| a window: sliding windows, chunked local attention | the same, but for blocks that the window has left behind \
+| the rest | no block is held for what the window has left behind; hits count as far as every table has them \
+| Gemma 3, gpt-oss, windows in every layer |
+| a state: Mamba, linear attention, short convolutions | nothing | one block a table, counted in the stall budget \
+| put where the scheduler looks for it; no hits | Qwen3-Next |
+
+Measured (`tests/integration/test_hybrids.py`): prompts longer than four windows, there and back in the middle of a
+stream, with the tokens of an unmoved run, in bfloat16 as well; a corrupted key or state of each table changes them; a
+drain, and `kill -9` of the owner. From an engine that hangs nothing is fetched where there are states: the step may be
+in the middle of one.
 """
 
 _UNREADABLE = f"""\
@@ -382,7 +399,7 @@ def render() -> str:
     lines += [f"| {row.reason} | {Exactness.REFUSED} | {row.v1} | {row.v2} | |" for row in REFUSED_REQUESTS]
     lines += ["", "## Engines whose requests are refused", "", "| engine | because |", "|---|---|"]
     lines += [f"| {row.reason} | {row.because} |" for row in REFUSED_ENGINES]
-    lines += ["", _TOKENS_ALONE, "| engine | such as | measured |", "|---|---|---|"]
+    lines += ["", _KINDS, "", _TOKENS_ALONE, "| engine | such as | measured |", "|---|---|---|"]
     lines += [f"| {row.reason} | {row.because} | {row.measured or Evidence.BY_READING} |" for row in KV_REFUSED_ENGINES]
     lines += [f"| {ELSEWHERE} | Ray, `--nnodes` | {Evidence.BY_READING} |", _UNREADABLE]
     return "\n".join([*lines, _DRAFTS + _THE_MARK])

@@ -15,8 +15,10 @@ from llumlet.protocol.errors import MigrationError
 from llumlet.protocol.ids import Epoch
 from llumlet.tasks import Tasks
 from llumlet.types import ClaimRequest, ClaimResponse, EndClaimRequest, Holder
+from vllm_llumnix.engine.block_rows import NULL_ID
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
+from vllm_llumnix.engine.reservations import Reserved
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.messages import BlockCopy
 
@@ -62,7 +64,8 @@ class _Fetching:
         self._holder = holder
         self._machine = machine
         self._claim = ClaimResponse()
-        self._blocks: list[int] = []
+        self._rows = context.loop.port.rows
+        self._here = Reserved()
         self._memory: SourceMemory | None = None
         self._transport = ""
         self._job = 0
@@ -104,7 +107,8 @@ class _Fetching:
             self._claim = claim = await self._client().claim(asked, deadline_s=seconds)
         except (LlumletCallFailed, MigrationError) as error:
             return on.ClaimFailed(str(error))
-        return on.ClaimGranted(claim.computed_tokens, len(claim.block_ids), claim.output_token_ids)
+        num_rows = len(claim.block_ids) // self._rows.width if self._rows.width else 0
+        return on.ClaimGranted(claim.computed_tokens, num_rows, claim.output_token_ids)
 
     async def _take_room(self) -> on.RescueEvent:
         context = self._context
@@ -113,21 +117,37 @@ class _Fetching:
             memory.require_same(context.identity.digest, context.weight_version)
             memory.require_reachable(context.config.reaches)
             self._transport = await context.movers.probe(memory)
-            hits, self._blocks = await context.loop.call_for_blocks(
-                context.loop.reserve, self._request, False, not context.config.exact
+            computed_tokens = self._machine.computed_tokens
+            self._here = await context.loop.call_for_blocks(
+                context.loop.reserve, self._request, False, not context.config.exact, computed_tokens
             )
+            if not await context.loop.call(self._holder_has, computed_tokens):
+                await context.loop.call(context.loop.port.reservations.cancel, self._request)
+                return on.RoomRefused("a window of the holder's has left behind what the client has not received yet")
         except (MigrationError, TransportError) as error:
             return on.RoomRefused(str(error))
-        return on.RoomTaken(hits)
+        return on.RoomTaken(self._here.num_hits)
+
+    def _holder_has(self, computed_tokens: int) -> bool:
+        """Whether the holder has every block that is looked at behind so many tokens, but for hits. Loop thread."""
+        from_row = self._here.num_hits
+        needed = self._rows.blocks(self._request, computed_tokens, from_row)
+        held = self._claim.block_ids[self._rows.width * from_row :]
+        return not any(
+            block.block_id != NULL_ID and there == NULL_ID for block, there in zip(needed, held, strict=False)
+        )
 
     async def _copy(self, effect: on.CopyBlocks) -> on.RescueEvent:
         assert self._memory is not None
-        blocks, movers = slice(effect.from_block, effect.to_block), self._context.movers
+        width, movers = self._rows.width, self._context.movers
+        blocks = slice(width * effect.from_block, width * effect.to_block)
+        pairs = zip(self._claim.block_ids[blocks], self._here.block_ids[blocks], strict=True)
+        copied = [pair for pair in pairs if NULL_ID not in pair]
         self._job = movers.next_job()
         copy = BlockCopy(
             job=self._job,
-            src_blocks=list(self._claim.block_ids[blocks]),
-            dst_blocks=self._blocks[blocks],
+            src_blocks=[there for there, _ in copied],
+            dst_blocks=[here for _, here in copied],
             transport=self._transport,
             deadline_s=effect.seconds,
             final=True,

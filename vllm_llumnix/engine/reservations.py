@@ -7,37 +7,49 @@ Whose the blocks are, at each stage: `scheduler_port`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from vllm import __version_tuple__
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.engine.block_rows import BlockRows, ids_of, present
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.newcomers import Newcomers
-from vllm_llumnix.engine.portability import sees_all_tokens
 from vllm_llumnix.engine.turns import queue_in_turn
-from vllm_llumnix.engine.vllm_types import KVCacheManager, Request, Scheduler
+from vllm_llumnix.engine.vllm_types import GroupManager, Request, Scheduler
 
 _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
 """The scheduler counts the LoRA adapters of all running requests; before, of those that it schedules in the step."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reserved:
+    """What is held for a request: rows of blocks, of which the prefix cache has the first `num_hits` already."""
+
+    num_hits: int = 0
+    num_rows: int = 0
+    block_ids: list[int] = dataclasses.field(default_factory=list)
+    """Row by row."""
+
+
 class Reservations:
     """The reservations at one scheduler. `load` and `newcomers` hear of requests that it is given."""
 
-    def __init__(self, scheduler: Scheduler, load: LoadCounters, newcomers: Newcomers) -> None:
+    def __init__(self, scheduler: Scheduler, rows: BlockRows, load: LoadCounters, newcomers: Newcomers) -> None:
         self._scheduler = scheduler
+        self._rows = rows
         self._load = load
         self._newcomers = newcomers
         self._manager = scheduler.kv_cache_manager
         self._pool = scheduler.kv_cache_manager.block_pool
-        self._block_size: int = scheduler.block_size
-        groups = scheduler.kv_cache_config.kv_cache_groups
-        self.takes_kv = len(groups) == 1 and sees_all_tokens(groups[0])
-        """Requests can come with their KV cache: it is of one kind, of all tokens."""
+        self._managers: Sequence[GroupManager] = self._manager.coordinator.single_type_managers
         self._reserved: dict[str, Request] = {}
+        self._least_computed: dict[str, int] = {}
+        """Tokens behind which a request must come with its KV cache: windows before are not held."""
         self._emptied: set[str] = set()
         """Reservations whose blocks have lost their content."""
         self._queued: set[str] = set()
@@ -58,55 +70,68 @@ class Reservations:
     def hold_blocks(self) -> bool:
         return bool(self._with_slot)
 
-    def make(self, request: Request, *, use_prefix_cache: bool, queued: bool = False) -> tuple[int, list[int]]:
+    def make(
+        self, request: Request, *, use_prefix_cache: bool, queued: bool = False, computed_tokens: int = 0
+    ) -> Reserved:
         """Hold blocks, a batch slot and a place for its LoRA adapter for a request that may come.
 
         A request that is `queued` at its source has no KV and will queue here too: nothing is held for it, it only has
-        to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs. In a cache of several groups,
-        or of layers that do not see all tokens, no request's KV arrives: it has to fit what is free, and gets a slot.
+        to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs. `computed_tokens`: those of
+        which it has KV now; it comes with that of as many, or of more. Of a window nothing is held that such a request
+        does not look at, and of a request that comes without KV, in a cache of several groups, nothing at all: it has
+        to fit what is free, and gets a slot.
 
-        Returns the number of blocks that the prefix cache already holds, and the ids of all blocks. Preempts nobody,
-        and leaves the next in the queue what it needs.
-        Raises Refused(destination_full | destination_paused | already_migrating).
+        Preempts nobody, and leaves the next in the queue what it needs.
+        Raises Refused(destination_full | destination_paused | already_migrating | invalid_request).
         """
-        scheduler = self._scheduler
+        scheduler, rows = self._scheduler, self._rows
         if request.request_id in scheduler.requests or request.request_id in self._reserved:
             raise Refused(Reason.ALREADY_MIGRATING, f"{request.request_id} is here already, or on its way")
         if self._scheduler.pause_state != PauseState.UNPAUSED:
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
+        if computed_tokens > request.num_tokens:
+            raise Refused(Reason.INVALID_REQUEST, f"{computed_tokens} tokens computed of {request.num_tokens}")
         if queued:
             self._check_capacity(request)
             self._reserved[request.request_id] = request
             self._queued.add(request.request_id)
-            return 0, []
+            return Reserved()
         self._check_slot(request)
-        if not self.takes_kv:
+        if not (rows.is_simple or (rows.takes_kv and computed_tokens)):
             self._check_room(request)
             self._take_slot(request)
             self._reserved[request.request_id] = request
-            return 0, []
+            return Reserved()
         hit_tokens, hit_blocks = 0, None
-        if use_prefix_cache:
+        if use_prefix_cache and not rows.num_states:
             hit_blocks, hit_tokens, _ = self._manager.get_computed_blocks(request)
-            aligned = hit_tokens // self._block_size * self._block_size
+            aligned = hit_tokens // rows.size * rows.size
             if aligned != hit_tokens:
                 hit_blocks = self._manager.truncate_computed_blocks(hit_blocks, aligned)
                 hit_tokens = aligned
-        allocated = self._manager.allocate_slots(
+        brought = 0 if rows.is_simple else max(0, computed_tokens - hit_tokens)
+        allocated = self._allocate(
             request,
-            num_new_tokens=self._positions(request.num_tokens) - hit_tokens,
+            self._positions(request.num_tokens) - hit_tokens - brought,
             num_new_computed_tokens=hit_tokens,
             new_computed_blocks=hit_blocks if hit_tokens else None,
-            delay_cache_blocks=True,
+            num_external_computed_tokens=brought,
             has_scheduled_reqs=True,
             reserved_blocks=self._spoken_for(),
-            skip_zeroing_group_ids=(0,),
         )
-        if allocated is None:
-            raise self._no_room(-(-request.num_tokens // self._block_size))
+        if not allocated:
+            raise self._no_room(self._num_blocks_for(request))
         self._take_slot(request)
         self._reserved[request.request_id] = request
-        return hit_tokens // self._block_size, block_ids(self._manager, request)
+        if brought:
+            self._least_computed[request.request_id] = computed_tokens
+        return self._held(request, hit_tokens // rows.size)
+
+    def seat(self, request: Request, computed_tokens: int) -> list[int]:
+        """Blocks for the states behind `computed_tokens` tokens, one of each group that has states: they are to be
+        filled before `admit`. Raises Refused."""
+        self._require_content(request)
+        return ids_of(self._rows.seat(request, computed_tokens))
 
     def empty(self) -> None:
         """The KV memory goes: what was copied into reserved blocks is no cache when it is back."""
@@ -116,7 +141,7 @@ class Reservations:
         if request.request_id in self._emptied:
             raise Refused(Reason.DESTINATION_PAUSED, "the destination slept, and what was copied there is gone")
 
-    def grow(self, request: Request, num_tokens: int) -> list[int]:
+    def grow(self, request: Request, num_tokens: int) -> Reserved:
         """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full |
         destination_paused).
         """
@@ -126,7 +151,7 @@ class Reservations:
         if not self._extend(request, num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no blocks left to grow the reservation")
         self._take_slot(request)
-        return block_ids(self._manager, request)
+        return self._held(request)
 
     def admit(self, request: Request, computed_tokens: int) -> None:
         """Hand the request to the scheduler; `computed_tokens` of its KV are in place.
@@ -142,17 +167,20 @@ class Reservations:
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
         if computed_tokens:
             self._require_content(request)
+            if computed_tokens < self._least_computed.get(request.request_id, 0):
+                raise Refused(Reason.INVALID_REQUEST, f"it comes with {computed_tokens} tokens, fewer than it had")
         if computed_tokens and not self._extend(request, request.num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no block left for the next token")
         request.events.clear()
         request.status = RequestStatus.WAITING
         self._give_slot_back(request)
         del self._reserved[request.request_id]
+        self._least_computed.pop(request.request_id, None)
         self._emptied.discard(request.request_id)
         scheduler.requests[request.request_id] = request
         if computed_tokens:
             request.num_computed_tokens = computed_tokens
-            self._manager.cache_blocks(request, computed_tokens // self._block_size * self._block_size)
+            self._publish(request, computed_tokens)
             scheduler.kv_holding_waiting.prepend_request(request)
         else:
             self._manager.free(request)
@@ -168,6 +196,7 @@ class Reservations:
     def cancel(self, request: Request) -> None:
         """Give a reservation back. No mover may still write its blocks."""
         if self._reserved.pop(request.request_id, None) is not None:
+            self._least_computed.pop(request.request_id, None)
             self._emptied.discard(request.request_id)
             self._queued.discard(request.request_id)
             self._manager.free(request)
@@ -200,11 +229,11 @@ class Reservations:
         return int(scheduler._inflight_prefill_reserved_blocks()) + following
 
     def _num_blocks_for(self, request: Request) -> int:
-        """Blocks for a whole request that is not here yet. Where no KV arrives, by the rule by which vLLM admits one: a
+        """Blocks for a whole request that is not here yet. Of several groups, by the rule by which vLLM admits one: a
         window needs no more than it spans."""
         positions = self._positions(request.num_tokens)
-        if self.takes_kv:
-            return -(-positions // self._block_size)
+        if self._rows.is_simple:
+            return self._rows.rows_of(positions)
         manager = self._manager
         tokens = min(positions, manager.max_model_len)
         return int(
@@ -262,24 +291,38 @@ class Reservations:
             self._scheduler.max_num_active_reqs += 1
 
     def _extend(self, request: Request, num_tokens: int) -> bool:
-        return (
-            self._manager.allocate_slots(
-                request,
-                num_new_tokens=self._positions(num_tokens),
-                delay_cache_blocks=True,
-                skip_zeroing_group_ids=(0,),
-            )
-            is not None
+        return self._allocate(request, self._positions(num_tokens))
+
+    def _allocate(self, request: Request, num_new_tokens: int, **more: Any) -> bool:
+        """Whether there was room. Workers do not fill these blocks with zeros, as they would new ones of some models:
+        bytes may have arrived there by then."""
+        recorded = [len(manager.new_block_ids) for manager in self._managers]
+        allocated = self._manager.allocate_slots(
+            request, num_new_tokens=num_new_tokens, delay_cache_blocks=True, **more
         )
+        for manager, before in zip(self._managers, recorded, strict=True):
+            del manager.new_block_ids[before:]
+        return allocated is not None
+
+    def _publish(self, request: Request, computed_tokens: int) -> None:
+        """What has arrived is cache, and what is behind it as new as any block that vLLM gives out. A state is no
+        cache: it is in place by chance only where one would be looked for."""
+        manager, rows = self._manager, self._rows
+        if not rows.num_states:
+            manager.cache_blocks(request, computed_tokens // rows.size * rows.size)
+        for group in self._managers:
+            if group.records_new_block_ids:
+                unwritten = group.req_to_blocks[request.request_id][-(-computed_tokens // group.block_size) :]
+                group.new_block_ids.extend(ids_of(present(unwritten)))
+
+    def _held(self, request: Request, num_hits: int = 0) -> Reserved:
+        rows = self._rows
+        num_rows = rows.count(request)
+        return Reserved(num_hits, num_rows, ids_of(rows.blocks(request, num_rows * rows.size)))
 
     def _positions(self, num_tokens: int) -> int:
         """Positions a request of `num_tokens` tokens needs to take its next step without allocating."""
         return num_tokens + 1 + int(self._scheduler.num_lookahead_tokens)
-
-
-def block_ids(manager: KVCacheManager, request: Request) -> list[int]:
-    """The request's block table in vLLM's KVCacheManager; empty if it holds none."""
-    return [block.block_id for block in manager.get_blocks(request.request_id).blocks[0]]
 
 
 def adapters_of(requests: Iterable[Request]) -> set[int]:

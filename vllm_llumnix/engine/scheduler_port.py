@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a migration does to vLLM's scheduler and block pool. Every method runs on the engine's loop, between two steps.
 
-Who owns a block during a move (S source, D destination; `[from, to)` are block indices of the request):
+Who owns a block during a move (S source, D destination; `[from, to)` are rows of the request, see `block_rows`):
 
     S, round k      [copied, frontier)   scheduler, plus one reference of ours (a pin) until the round's result is in
     S, frozen       [0, end)             scheduler, plus a pin on every block until the hand-over is settled
@@ -18,7 +18,8 @@ A pin is a reference in the block pool. vLLM may finish, abort or preempt the re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
@@ -26,12 +27,13 @@ from vllm.v1.request import RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ledger import audit
 from vllm_llumnix.engine.ageing import Ageing
+from vllm_llumnix.engine.block_rows import BlockRows, ids_of, present
 from vllm_llumnix.engine.cached_blocks import CachedBlocks
 from vllm_llumnix.engine.computed_tokens import computed_tokens_of
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.request_state import why_not_now
-from vllm_llumnix.engine.reservations import Reservations, adapters_of, block_ids
+from vllm_llumnix.engine.reservations import Reservations, adapters_of
 from vllm_llumnix.engine.shortage import Shortage
 from vllm_llumnix.engine.turns import protect, queue_in_turn
 from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
@@ -49,7 +51,8 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frontier:
-    """What can be copied of a running request: full blocks of final KV, `[from_block, frontier_blocks)` pinned."""
+    """What can be copied of a running request: full rows of final KV, `[from_block, frontier_blocks)` pinned.
+    `block_ids`: those of the rows, one after the other."""
 
     frontier_blocks: int
     num_tokens: int
@@ -60,12 +63,15 @@ class Frontier:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenRequest:
-    """A request that no step in flight will touch any more; every block is pinned, or none if it leaves them behind."""
+    """A request that no step in flight will touch any more; every block is pinned, or none if it leaves them behind.
+    `num_blocks`: rows; `block_ids`: their blocks."""
 
     request: Request
     num_tokens: int
     computed_tokens: int
+    num_blocks: int
     block_ids: list[int]
+    state_ids: list[int]
     output_token_ids: Sequence[int]
     pin: Pin
 
@@ -85,12 +91,13 @@ class SchedulerPort:
         self.cached_blocks = CachedBlocks(scheduler)
         self.newcomers = Newcomers(scheduler)
         self._ageing = Ageing(scheduler, ageing_s)
-        self.reservations = Reservations(scheduler, self.load, self.newcomers)
-        self.shortage = Shortage(scheduler, self.load.num_preemptions, holds=self.reservations.takes_kv)
+        self.rows = BlockRows(scheduler)
+        self.reservations = Reservations(scheduler, self.rows, self.load, self.newcomers)
+        self.shortage = Shortage(scheduler, self.load.num_preemptions, holds=self.rows.is_simple)
         self.shortage.on_change = self.load.touch
         self.kv_cache_manager = scheduler.kv_cache_manager
         self.block_pool = scheduler.kv_cache_manager.block_pool
-        self.block_size: int = scheduler.block_size
+        self.block_size = self.rows.size
         self._frozen: dict[str, Request] = {}
         self._eligible: dict[str, int] = {}
         """`next_decode_eligible_step` of frozen requests as vLLM had set it: with a pipeline, a stage gets a sampled
@@ -117,10 +124,6 @@ class SchedulerPort:
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
         return audit(pool.num_gpu_blocks, [0, *free], {})
 
-    def block_ids(self, request: Request) -> list[int]:
-        """The request's block table; empty if it holds none."""
-        return block_ids(self.kv_cache_manager, request)
-
     def find(self, request_id: str) -> Request:
         """Raises Refused(unknown_request)."""
         request = self.scheduler.requests.get(request_id)
@@ -129,19 +132,19 @@ class SchedulerPort:
         return request
 
     def frontier(self, request: Request, from_block: int, known_output: int) -> Frontier:
-        """Pin the final full blocks from `from_block` on; tokens from output index `known_output` on come along.
+        """Pin the final full rows from `from_block` on; tokens from output index `known_output` on come along.
 
         Raises Refused when the request cannot be copied at this moment.
         """
         if (problem := why_not_now(request)) is not None:
             raise Refused(*problem)
         final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
-        frontier_blocks = final_tokens // self.block_size
-        blocks = self._blocks(request)[from_block:frontier_blocks]
+        frontier_blocks = final_tokens // self.rows.size
+        blocks = self.rows.blocks(request, frontier_blocks * self.rows.size, from_block)
         return Frontier(
             frontier_blocks=frontier_blocks,
             num_tokens=request.num_tokens,
-            block_ids=[block.block_id for block in blocks],
+            block_ids=ids_of(blocks),
             output_token_ids=request.output_token_ids[known_output:],
             pin=self._pin(blocks),
         )
@@ -165,15 +168,18 @@ class SchedulerPort:
         works on it."""
         if request.num_in_flight_tokens or request.num_stale_output_tokens:
             return None
-        computed = request.num_computed_tokens
-        blocks = self._blocks(request)[: -(-computed // self.block_size)] if with_kv else []
+        computed = request.num_computed_tokens if with_kv else 0
+        blocks = self.rows.blocks(request, computed)
+        states = self.rows.states(request, computed) if computed else []
         return FrozenRequest(
             request=request,
             num_tokens=request.num_tokens,
-            computed_tokens=computed,
-            block_ids=[block.block_id for block in blocks],
+            computed_tokens=request.num_computed_tokens,
+            num_blocks=self.rows.rows_of(computed),
+            block_ids=ids_of(blocks),
+            state_ids=ids_of(states),
             output_token_ids=request.output_token_ids[known_output:],
-            pin=self._pin(blocks),
+            pin=self._pin([*blocks, *states]),
         )
 
     def unfreeze(self, request: Request) -> None:
@@ -182,6 +188,12 @@ class SchedulerPort:
         self._frozen.pop(request.request_id, None)
         if self._parked.pop(request.request_id, None) is not None:
             queue_in_turn(self.scheduler, request)
+
+    def start_over(self, request: Request) -> None:
+        """Have a request that runs be computed again from its tokens, in other blocks: as preempted by vLLM."""
+        if request.status == RequestStatus.RUNNING:
+            self.scheduler.running.remove(request)
+            self.scheduler._preempt_request(request, time.monotonic())
 
     def forget(self, request: Request) -> None:
         """vLLM has finished a frozen request by itself."""
@@ -212,7 +224,7 @@ class SchedulerPort:
 
     def pin_all(self, request: Request) -> Pin:
         """Keeps the bytes of all its blocks until `unpin`, whatever vLLM does with the request."""
-        return self._pin(self._blocks(request))
+        return self._pin(self.rows.blocks(request, request.num_computed_tokens))
 
     def unpin(self, pin: Pin) -> None:
         self._num_pins -= 1
@@ -251,11 +263,8 @@ class SchedulerPort:
         self.scheduler.deferred_waiting.discard(request)
         self._parked[request.request_id] = request
 
-    def _blocks(self, request: Request) -> Sequence[Block]:
-        return self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-
-    def _pin(self, blocks: Iterable[Block]) -> Pin:
-        pinned = list(blocks)
+    def _pin(self, blocks: Sequence[Block]) -> Pin:
+        pinned = present(blocks)
         self.block_pool.touch(pinned)
         self._num_pins += 1
         return Pin(pinned)

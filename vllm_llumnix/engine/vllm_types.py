@@ -96,6 +96,7 @@ class BlockPool(Protocol):
     """Block 0 is vLLM's null block: it belongs to nobody and is counted in `num_gpu_blocks`."""
 
     num_gpu_blocks: int
+    null_block: Block
     free_block_queue: FreeBlocks
     hash_block_size: int
 
@@ -110,6 +111,17 @@ class Blocks(Protocol):
     """The blocks of one request, a row for each group of layers."""
 
     blocks: Sequence[Sequence[Block]]
+
+
+class GroupManager(Protocol):
+    """The block tables of one group. `new_block_ids` are those that the workers are to fill with zeros."""
+
+    block_size: int
+    enable_caching: bool
+    records_new_block_ids: bool
+    new_block_ids: list[int]
+    req_to_blocks: dict[str, list[Block]]
+    num_cached_block: dict[str, int]
 
 
 class KVCacheManager(Protocol):

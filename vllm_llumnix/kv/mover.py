@@ -414,16 +414,18 @@ def _probe(probe: messages.Probe, transport: Transport) -> messages.ProbeReport:
 
 
 def corrupt(layout: BlockLayout, blocks: Sequence[int], spec: dict[str, Any]) -> None:
-    """Invert one byte of our memory, for tests that must see it.
+    """Invert one byte of our memory, or `bytes` in a row, for tests that must see it.
 
-    The byte lies in the page of layer `layer` of the `which` (first, middle, last) of `blocks`.
+    The byte lies in the page of layer `layer` of the `which` (first, middle, last, or a number) of `blocks`.
     `offset` within the page is by default the most significant byte of the page's first element,
     which holds the first token's key in every layout: in use however short the block is. All bits
     are inverted, so that the element changes its sign and its order of magnitude.
     """
-    which = {"first": 0, "middle": len(blocks) // 2, "last": -1}[spec["which"]]
+    which = {"first": 0, "middle": len(blocks) // 2, "last": -1}.get(spec["which"], spec["which"])
     address, region = layout.page(blocks[which], spec["layer"])
     offset = spec.get("offset", region.element_bytes - 1)
-    if not 0 <= offset < region.page_bytes:
-        raise ValueError(f"a page has {region.page_bytes} bytes, not {offset}")
-    ctypes.c_ubyte.from_address(address + offset).value ^= 0xFF
+    end = offset + spec.get("bytes", 1)
+    if not 0 <= offset < end <= region.page_bytes:
+        raise ValueError(f"a page has {region.page_bytes} bytes, not {end}")
+    for place in range(address + offset, address + end):
+        ctypes.c_ubyte.from_address(place).value ^= 0xFF

@@ -7,35 +7,39 @@ Reads vLLM's objects by attribute and class name: nothing of vLLM is imported.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
+import msgspec
 import torch
 
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 from vllm_llumnix.kv.vllm_types import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, ModelRunner
 
-_CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec"}
-_REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "RSWASpec", "CrossAttentionSpec"}
+_CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
+_REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "RSWASpec", "CrossAttentionSpec", "SlidingWindowMLASpec"}
 _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 
 def layout_of(model_runner: ModelRunner) -> BlockLayout:
     """The layout of a model runner's KV cache: `kv_cache_config`, and the storage of `kv_caches`.
 
+    Groups of layers share the memory: which of them a block belongs to is another matter for each block. A page of the
+    layout is a place for one of any group.
+
     Raises TransportUnavailable with the reason if blocks of this cache cannot be carried one by
     one.
     """
     config = model_runner.kv_cache_config
-    spec_of = _attention_specs(config)
+    spec_of = _carried_specs(config)
     if config.kv_cache_layout not in _LAYOUTS:
         raise TransportUnavailable(
             f"KV cache layout {config.kv_cache_layout} scatters a page; "
             f"set VLLM_KV_CACHE_LAYOUT to one of {', '.join(_LAYOUTS)}"
         )
     storage = storage_of(model_runner)
-    regions = []
+    regions: list[TensorRegion] = []
     for tensor in config.kv_cache_tensors:
         if tensor.host_resident:
             raise TransportUnavailable("part of the KV cache lives in a host pool of its own")
@@ -47,9 +51,11 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
                 layer_stride=tensor.layer_stride,
                 block_stride=tensor.block_stride,
                 page_bytes=page_bytes,
-                element_bytes=min(int(spec_of[layer].dtype.itemsize) for layer in tensor.layers),
+                element_bytes=min(_element_bytes(spec_of[layer]) for layer in tensor.layers),
             )
         )
+    if len(config.kv_cache_groups) > 1:
+        regions = _overlaid(regions, blocks_outside=config.kv_cache_layout.startswith("B"))
     return BlockLayout(
         base=storage.data_ptr(),
         storage_bytes=storage.nbytes(),
@@ -57,6 +63,35 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
         regions=tuple(regions),
         layout=config.kv_cache_layout,
     )
+
+
+def has_states(model_runner: ModelRunner) -> bool:
+    """Whether some layers keep a state that changes with every step."""
+    specs = [spec for group in model_runner.kv_cache_config.kv_cache_groups for spec in _spec_of(group).values()]
+    return any("MambaSpec" in _kinds_of(spec) for spec in specs)
+
+
+def _kinds_of(spec: KVCacheSpec) -> set[str]:
+    return {cls.__name__ for cls in type(spec).__mro__}
+
+
+def _overlaid(regions: list[TensorRegion], *, blocks_outside: bool) -> list[TensorRegion]:
+    """Regions of several groups, each of which begins at the same place, as one: where layers lie within a block, the
+    longest block; where blocks lie within a layer, whose pages then are all of one size, the most layers."""
+    element_bytes = min(region.element_bytes for region in regions)
+    if blocks_outside:
+        end = max(it.offset + (it.num_layers - 1) * it.layer_stride + it.page_bytes for it in regions)
+        return [TensorRegion(0, 1, 0, regions[0].block_stride, end, element_bytes)]
+    if len({(it.offset, it.layer_stride, it.block_stride, it.page_bytes) for it in regions}) != 1:
+        raise TransportUnavailable("groups of layers with pages of several sizes share a memory of layers")
+    widest = max(regions, key=lambda it: it.num_layers)
+    return [msgspec.structs.replace(widest, element_bytes=element_bytes)]
+
+
+def _element_bytes(spec: KVCacheSpec) -> int:
+    """Of a state, which has several tensors, the smallest."""
+    dtypes = getattr(spec, "dtypes", None) or (cast(AttentionSpec, spec).dtype,)
+    return min(int(dtype.itemsize) for dtype in dtypes)
 
 
 def caches_of(model_runner: ModelRunner) -> str:
@@ -77,24 +112,32 @@ def _spec_of(group: KVCacheGroup) -> dict[str, KVCacheSpec]:
     return {layer: inner[layer] if inner else group.kv_cache_spec for layer in group.layer_names}
 
 
-def _attention_specs(config: KVCacheConfig) -> dict[str, AttentionSpec]:
+def _carried_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
     """Layer name -> cache specification; TransportUnavailable unless all have plain pages."""
-    if len(config.kv_cache_groups) != 1:
-        raise TransportUnavailable(f"the model has {len(config.kv_cache_groups)} kinds of KV cache; one is supported")
-    group = config.kv_cache_groups[0]
-    if not group.enable_kv_transfer:
-        raise TransportUnavailable("vLLM marks the KV cache of this model as not transferable")
-    spec_of = _spec_of(group)
+    spec_of: dict[str, KVCacheSpec] = {}
+    for group in config.kv_cache_groups:
+        if not group.enable_kv_transfer:
+            raise TransportUnavailable("vLLM marks the KV cache of this model as not transferable")
+        spec_of |= _spec_of(group)
     for spec in spec_of.values():
-        kinds = {cls.__name__ for cls in type(spec).__mro__}
+        kinds = _kinds_of(spec)
         if not kinds & _CARRIED or kinds & _REFUSED:
             raise TransportUnavailable(f"caches of kind {type(spec).__name__} are not carried")
-    return cast(dict[str, AttentionSpec], spec_of)
+    return spec_of
+
+
+def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Of one layer there may be several: states have parts."""
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            yield cache
+        else:
+            yield from _tensors(cache)
 
 
 def storage_of(model_runner: ModelRunner) -> torch.UntypedStorage:
     """The one storage behind all cache tensors. Raises TransportUnavailable."""
-    caches = (tensor.untyped_storage() for tensor in model_runner.kv_caches)
+    caches = (tensor.untyped_storage() for tensor in _tensors(model_runner.kv_caches))
     storages = {storage.data_ptr(): storage for storage in caches}
     if len(storages) != 1:
         raise TransportUnavailable(f"the KV cache is spread over {len(storages)} allocations")

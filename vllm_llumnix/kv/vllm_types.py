@@ -16,6 +16,9 @@ import torch
 class KVCacheSpec(Protocol):
     """The form of the cache of a layer, or, with `UniformSpecs`, of all layers of a group."""
 
+    block_size: int
+    """Tokens of a block; of a state, those between two that are kept."""
+
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block, of one layer."""
@@ -71,7 +74,8 @@ class ModelRunner(Protocol):
 
     model: torch.nn.Module
     kv_cache_config: KVCacheConfig
-    kv_caches: list[torch.Tensor]
+    kv_caches: Sequence[Any]
+    """Of each layer a tensor, or several."""
 
 
 class CompilationConfig(Protocol):

@@ -18,7 +18,7 @@ from vllm_llumnix.kv.grants import CAPTURES
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS
 from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.vllm_cache import caches_of
+from vllm_llumnix.kv.vllm_cache import caches_of, has_states
 from vllm_llumnix.kv.vllm_types import SchedulerOutput, Sleeper, Worker, WorkerWrapper
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
     if device == "cuda":
         _watch_sleep(worker)
         _watch_captures(worker)
+    if has_states(worker.model_runner):
+        _forget_former_lives(worker)
     if faults.armed("worker.model") or faults.armed("worker.request"):
         _arm(worker)
     _running = plane
@@ -138,6 +140,20 @@ def _suspend() -> None:
 def _resume() -> None:
     if _running is not None:
         _running.mover.resume()
+
+
+def _forget_former_lives(worker: Worker) -> None:
+    """The V1 runner remembers in which block the state of a request lies, until a step that computes something says
+    that the request is over. Where it left in another, and has come back, it lies elsewhere now."""
+    execute = worker.execute_model
+
+    def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
+        places: dict[str, int] = getattr(worker.model_runner, "mamba_state_idx", {})
+        for new in scheduler_output.scheduled_new_reqs:
+            places.pop(new.req_id, None)
+        return execute(scheduler_output, *args, **kwargs)
+
+    SEAMS.wrap(worker, "Worker.execute_model", execute_model)
 
 
 def _arm(worker: Worker) -> None:

@@ -32,6 +32,7 @@ _ASYNC_SCHEDULER = "vllm/v1/core/sched/async_scheduler.py"
 _QUEUES = "vllm/v1/core/sched/request_queue.py"
 _CACHE = "vllm/v1/core/kv_cache_manager.py"
 _COORDINATOR = "vllm/v1/core/kv_cache_coordinator.py"
+_GROUPS = "vllm/v1/core/single_type_kv_cache_manager.py"
 _POOL = "vllm/v1/core/block_pool.py"
 _CACHE_PARTS = "vllm/v1/core/kv_cache_utils.py"
 _REQUEST = "vllm/v1/request.py"
@@ -79,6 +80,23 @@ RELIED_ON: tuple[Reliance, ...] = (
         "engine/reservations.py",
         "get_computed_blocks truncate_computed_blocks get_blocks",
         "KVCacheManager",
+    ),
+    *_of(_COORDINATOR, "engine/reservations.py", "allocate_new_computed_blocks", "KVCacheCoordinator", refuses=True),
+    *_of(
+        _GROUPS,
+        "engine/reservations.py",
+        "add_local_computed_blocks allocate_external_computed_blocks allocate_new_blocks remove_skipped_blocks",
+        "SingleTypeKVCacheManager",
+        refuses=True,
+    ),
+    *_of(_GROUPS, "engine/block_rows.py", "get_num_skipped_tokens", "SlidingWindowManager", refuses=True),
+    *_of(_GROUPS, "engine/block_rows.py", "get_num_skipped_tokens", "ChunkedLocalAttentionManager", refuses=True),
+    *_of(
+        _GROUPS,
+        "engine/block_rows.py",
+        "allocate_new_blocks remove_skipped_blocks get_num_skipped_tokens cache_blocks",
+        "MambaManager",
+        refuses=True,
     ),
     *_of(_CACHE, "engine/load_events.py", "prefix_cache_lookup_enabled", "KVCacheManager"),
     *_of(_COORDINATOR, "engine/load_events.py", "find_longest_cache_hit", "UnitaryKVCacheCoordinator"),

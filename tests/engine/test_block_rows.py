@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose KV cache is of several kinds, moved between two of vLLM's real schedulers. Instead of bytes it is
+written down of each block what lies there: which group's, of which request, and which place in its block table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.request import RequestStatus
+
+from llumlet.protocol.errors import Reason, Refused
+from tests.engine.rig import Rig, full, states, window
+from vllm_llumnix.engine.block_rows import NULL_ID, Kind, kind_of
+
+WINDOW = 64
+GROUPS: dict[str, list[KVCacheSpec]] = {
+    "windows": [window(WINDOW)],
+    "a window beside": [full(), window(WINDOW), window(WINDOW)],
+    "blocks of two sizes": [full(64), window(WINDOW, 16)],
+    "a state beside": [full(), states("none", 2048)],
+    "states that are kept": [full(), states("align", 32), states("align", 32)],
+    "larger states": [full(32), states("align", 64), window(WINDOW)],
+    "states alone": [states("align", 32)],
+}
+SHAPES = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+
+
+class Place(NamedTuple):
+    group: int
+    index: int
+
+
+class Memory:
+    """What lies in the blocks of one engine."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.content: dict[int, Place] = {}
+
+    def compute(self, request: Any) -> None:
+        """As if its engine had computed all that the scheduler says is computed."""
+        for group, table in enumerate(self._tables(request)):
+            self.content.update({block: Place(group, at) for at, block in enumerate(table) if block != NULL_ID})
+
+    def lacks(self, request: Any) -> Iterator[Place]:
+        """Places which the next step looks at and which are not there."""
+        computed = request.num_computed_tokens
+        managers = self.rig.scheduler.kv_cache_manager.coordinator.single_type_managers
+        for group, (table, manager) in enumerate(zip(self._tables(request), managers, strict=True)):
+            first = max(0, manager.get_num_skipped_tokens(computed)) // manager.block_size
+            for at in range(first, -(-computed // manager.block_size)):
+                if self.content.get(table[at]) != Place(group, at):
+                    yield Place(group, at)
+
+    def _tables(self, request: Any) -> Sequence[list[int]]:
+        return [
+            self.rig.block_ids(request, group)
+            for group in range(len(self.rig.port.kv_cache_manager.get_blocks(request.request_id).blocks))
+        ]
+
+
+class Move:
+    """One request from one engine to another, by the steps of a live move."""
+
+    def __init__(self, source: Rig, destination: Rig, *, use_prefix_cache: bool = False) -> None:
+        self.source, self.destination = source, destination
+        self.there, self.here = Memory(source), Memory(destination)
+        self.old = source.scheduler.requests["a"]
+        self.new = destination.request("a", num_prompt=self.old.num_prompt_tokens, max_tokens=self.old.max_tokens)
+        self.known = 0
+        self._learn()
+        computed = self.old.num_computed_tokens - self.old.num_in_flight_tokens
+        self.held = destination.port.reservations.make(
+            self.new, use_prefix_cache=use_prefix_cache, computed_tokens=computed
+        )
+        self.copied = self.held.num_hits
+
+    def _learn(self) -> None:
+        self.new.append_output_token_ids(list(self.old.output_token_ids)[self.known :])
+        self.known = self.old.num_output_tokens
+
+    def round(self) -> None:
+        """What is final now is copied; meanwhile the source goes on."""
+        frontier = self.source.port.frontier(self.old, self.copied, self.known)
+        self._learn()
+        self.there.compute(self.old)
+        at_source = dict(self.there.content)
+        self.held = self.destination.port.reservations.grow(
+            self.new, self.new.num_tokens + 2 * self.source.port.rows.size
+        )
+        self.source.turns(7)
+        self._copy(frontier.block_ids, self.copied, at_source)
+        self.copied = frontier.frontier_blocks
+        self.source.port.unpin(frontier.pin)
+
+    def finish(self) -> None:
+        source, destination = self.source, self.destination
+        source.port.freeze(self.old)
+        while (frozen := source.port.drained(self.old, self.known)) is None:
+            source.turn()
+        self._learn()
+        self.there.compute(self.old)
+        rows = source.port.rows
+        from_row = min(self.copied, frozen.num_blocks - bool(rows.num_states))
+        self._copy(frozen.block_ids[rows.width * from_row :], from_row, self.there.content)
+        seats = destination.port.reservations.seat(self.new, frozen.computed_tokens)
+        for at_source, here in zip(frozen.state_ids, seats, strict=True):
+            self.here.content[here] = self.there.content[at_source]
+        destination.port.reservations.admit(self.new, frozen.computed_tokens)
+        source.port.release(self.old)
+        source.port.unpin(frozen.pin)
+
+    def _copy(self, block_ids: Sequence[int], from_row: int, content: dict[int, Place]) -> None:
+        width = self.source.port.rows.width
+        blocks_here = self.held.block_ids[width * from_row :][: len(block_ids)]
+        for at_source, here in zip(block_ids, blocks_here, strict=True):
+            if NULL_ID not in (at_source, here):
+                self.here.content[here] = content[at_source]
+
+
+def rigs(model_dir: Path, groups: Sequence[KVCacheSpec], **more: Any) -> tuple[Rig, Rig]:
+    return tuple(Rig(model_dir, num_blocks=128, groups=groups, **more) for _ in range(2))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("prompt", [20, 64, 200, 330])
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+@SHAPES
+def test_all_that_is_looked_at_has_arrived(
+    model_dir: Path, groups: Sequence[KVCacheSpec], rounds: int, prompt: int, asynchronous: bool
+) -> None:
+    source, destination = rigs(model_dir, groups, asynchronous=asynchronous)
+    free = source.free_blocks, destination.free_blocks
+    source.add("a", num_prompt=prompt)
+    source.turns(12)
+    move = Move(source, destination)
+    for _ in range(rounds):
+        move.round()
+    move.finish()
+    new = move.new
+    assert new.num_computed_tokens == new.num_tokens - 1
+    assert not list(move.here.lacks(new))
+    computed = new.num_computed_tokens
+    output = destination.begin()
+    assert output.num_scheduled_tokens == {"a": 1}
+    arrived = {block for block, place in move.here.content.items() if place.index * 16 < computed}
+    assert not arrived & set(output.new_block_ids_to_zero or ()), "what has arrived is filled with zeros"
+    destination.drain_one()
+    destination.turns(150)
+    assert new.num_output_tokens > 100
+    source.turns(3)
+    for rig in (source, destination):
+        if "a" in rig.scheduler.requests:
+            rig.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+        rig.turns(3)
+    assert (source.free_blocks, destination.free_blocks) == free
+    assert source.port.audit_idle() == destination.port.audit_idle() == []
+
+
+@SHAPES
+def test_a_cancelled_reservation_holds_nothing(model_dir: Path, groups: Sequence[KVCacheSpec]) -> None:
+    source, destination = rigs(model_dir, groups)
+    free = destination.free_blocks
+    source.add("a", num_prompt=200)
+    source.turns(12)
+    move = Move(source, destination)
+    assert destination.free_blocks < free
+    move.round()
+    destination.port.reservations.cancel(move.new)
+    assert destination.free_blocks == free
+    assert destination.port.audit_idle() == []
+
+
+def test_no_window_is_reserved_that_nobody_looks_at(model_dir: Path) -> None:
+    source, destination = rigs(model_dir, GROUPS["a window beside"])
+    free = destination.free_blocks
+    source.add("a", num_prompt=1000, max_tokens=1000)
+    source.turns(12)
+    move = Move(source, destination)
+    rows = -(-1012 // 32)
+    assert free - destination.free_blocks <= rows + 2 * (WINDOW // 32 + 2)
+    move.round()
+    move.finish()
+    assert not list(move.here.lacks(move.new))
+
+
+@pytest.mark.parametrize("name", ["windows", "a window beside"])
+def test_what_is_cached_is_not_copied(model_dir: Path, name: str) -> None:
+    source, destination = rigs(model_dir, GROUPS[name])
+    destination.add("b", num_prompt=330)
+    destination.turns(4)
+    source.add("a", num_prompt=330)
+    source.turns(12)
+    move = Move(source, destination, use_prefix_cache=True)
+    assert move.held.num_hits == 10
+    move.here.compute(destination.scheduler.requests["b"])
+    move.round()
+    move.finish()
+    assert not list(move.here.lacks(move.new))
+
+
+def test_a_request_does_not_come_with_less_than_it_had(model_dir: Path) -> None:
+    source, destination = rigs(model_dir, GROUPS["a window beside"])
+    source.add("a", num_prompt=300)
+    source.turns(12)
+    move = Move(source, destination)
+    with pytest.raises(Refused, match="fewer than it had") as refusal:
+        destination.port.reservations.admit(move.new, 200)
+    assert refusal.value.reason is Reason.INVALID_REQUEST
+    destination.port.reservations.admit(move.new, 0)
+
+
+def test_more_computed_than_there_is(model_dir: Path) -> None:
+    rig = Rig(model_dir, groups=GROUPS["a window beside"])
+    with pytest.raises(Refused, match="computed") as refusal:
+        rig.port.reservations.make(rig.request("a", num_prompt=100), use_prefix_cache=False, computed_tokens=101)
+    assert refusal.value.reason is Reason.INVALID_REQUEST
+
+
+def test_a_request_that_starts_over_leaves_its_state_as_it_is(model_dir: Path) -> None:
+    """Whoever may be reading it, in doubt whose the request is."""
+    rig = Rig(model_dir, groups=GROUPS["states that are kept"], num_blocks=128)
+    request = rig.add("a", num_prompt=100)
+    rig.turns(12)
+    output = list(request.output_token_ids)
+    rig.port.freeze(request)
+    frozen = rig.port.drained(request, 0)
+    assert frozen is not None
+    rig.port.unfreeze(request)
+    rig.port.start_over(request)
+    rig.turns(8)
+    assert list(request.output_token_ids)[: len(output)] == output
+    assert request.num_output_tokens > len(output)
+    now = {block for group in range(3) for block in rig.block_ids(request, group)}
+    assert not now & {*frozen.block_ids, *frozen.state_ids} - {NULL_ID}
+    rig.port.unpin(frozen.pin)
+
+
+def test_rows_are_blocks_of_all_groups(model_dir: Path) -> None:
+    rig = Rig(model_dir, groups=GROUPS["blocks of two sizes"], num_blocks=128)
+    request = rig.add("a", num_prompt=200)
+    rig.turns(3)
+    large, small = rig.block_ids(request, 0), rig.block_ids(request, 1)
+    rows = rig.port.rows
+    assert (rows.size, rows.width, rows.num_states) == (64, 5, 0)
+    ids = [block.block_id for block in rows.blocks(request, 150, 1)]
+    assert ids == [large[1], *small[4:8], large[2], *small[8:10], NULL_ID, NULL_ID]
+    assert small[4] == NULL_ID, "a window has gone on"
+
+
+def test_kinds() -> None:
+    groups = [KVCacheGroupSpec(["layer"], spec) for spec in (full(), window(64), states("none", 64))]
+    assert [kind_of(group) for group in groups] == [Kind.ALL, Kind.WINDOW, Kind.STATE]

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block tables of a request, one for each KV cache group, counted as one.
+
+Groups may have blocks of different sizes, keep what a window spans and no more, or hold one state that changes with
+every step instead of something for each token. Who moves a request counts in rows:
+
+    row n    the blocks of tokens [n * size, (n + 1) * size) of every group that keeps tokens: `width` of them, group by
+             group, vLLM's null block (id 0) where a window has gone on or nothing is there yet
+    states   of every other group, the one block with the state behind the last computed token
+
+Final blocks of a row do not change any more; states do until the request is frozen.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Sequence
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.engine.vllm_types import Block, GroupManager, Request, Scheduler
+from vllm_llumnix.kv.vllm_types import KVCacheGroup
+
+NULL_ID = 0
+"""That of vLLM's null block."""
+
+
+class Kind(enum.Enum):
+    """What the blocks of a group hold."""
+
+    ALL = "keys and values of every token"
+    WINDOW = "those of the latest tokens"
+    STATE = "a state that changes with every step"
+
+
+def kind_of(group: KVCacheGroup) -> Kind | None:
+    """None if it is none that can be carried, or several."""
+    spec = group.kv_cache_spec
+    layers = getattr(spec, "kv_cache_specs", {}).values() or [spec]
+    kinds = {_kind_of_layer(layer) for layer in layers}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _kind_of_layer(spec: object) -> Kind | None:
+    if isinstance(spec, FullAttentionSpec):
+        return Kind.ALL
+    if isinstance(spec, SlidingWindowMLASpec):
+        return None  # its blocks hold compressed tokens
+    if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        return Kind.WINDOW
+    return Kind.STATE if isinstance(spec, MambaSpec) else None
+
+
+class BlockRows:
+    """The rows and states of the requests of one scheduler. Loop thread only.
+
+    `size`: tokens of a row. `is_simple`: there is one group, which keeps every token; a row is then a block.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._manager = scheduler.kv_cache_manager
+        kinds = [kind_of(group) for group in scheduler.kv_cache_config.kv_cache_groups]
+        managers: Sequence[GroupManager] = scheduler.kv_cache_manager.coordinator.single_type_managers
+        tokens = [index for index, kind in enumerate(kinds) if kind in (Kind.ALL, Kind.WINDOW)]
+        self.takes_kv = bool(kinds) and None not in kinds
+        self.is_simple = kinds == [Kind.ALL]
+        self._states = {index: managers[index] for index, kind in enumerate(kinds) if kind is Kind.STATE}
+        sizes = {index: int(managers[index].block_size) for index in tokens}
+        self.size = math.lcm(*sizes.values()) if sizes else int(scheduler.block_size)
+        self._sizes = sizes
+        self.width = sum(self.size // size for size in sizes.values())
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
+    def rows_of(self, num_tokens: int) -> int:
+        """Rows that hold so many tokens, the last of them in part."""
+        return -(-num_tokens // self.size)
+
+    def blocks(self, request: Request, num_tokens: int, from_row: int = 0) -> list[Block]:
+        """Those of its first `num_tokens` tokens, row by row, from `from_row` on."""
+        tables = self._manager.get_blocks(request.request_id).blocks
+        null = self._manager.block_pool.null_block
+        num_rows = self.rows_of(num_tokens) - from_row
+        columns: list[Sequence[Block]] = []
+        for index, size in self._sizes.items():
+            each = self.size // size
+            part = tables[index][from_row * each : -(-num_tokens // size)]
+            columns += [part[place::each] for place in range(each)]
+        if len(columns) == 1:
+            return list(columns[0])
+        padded = [itertools.chain(column, itertools.repeat(null, num_rows - len(column))) for column in columns]
+        return list(itertools.chain.from_iterable(zip(*padded, strict=True)))
+
+    def count(self, request: Request) -> int:
+        """Its rows. Of nothing but states there is always a row."""
+        if not self._sizes:
+            return self.rows_of(self._manager.max_model_len)
+        tables = self._manager.get_blocks(request.request_id).blocks
+        return self.rows_of(max(len(tables[index]) * size for index, size in self._sizes.items()))
+
+    def states(self, request: Request, computed_tokens: int) -> list[Block]:
+        """The states behind `computed_tokens` tokens, one of each group that has them. Raises Refused if one is not
+        there."""
+        found: list[Block] = []
+        for manager in self._states.values():
+            table = manager.req_to_blocks.get(request.request_id, [])
+            index = _place(manager, computed_tokens)
+            if index >= len(table) or table[index].block_id == NULL_ID:
+                raise Refused(Reason.NOT_STARTED, f"no state behind {computed_tokens} tokens")
+            found.append(table[index])
+        return found
+
+    def seat(self, request: Request, computed_tokens: int) -> list[Block]:
+        """`states` of a reservation, made to be where the scheduler will look for them, and the last of their tables.
+
+        It was made, and perhaps grown, for other numbers of tokens.
+        """
+        pool = self._manager.block_pool
+        for manager in self._states.values():
+            table = manager.req_to_blocks[request.request_id]
+            held = present(table)
+            table[:] = [pool.null_block] * _place(manager, computed_tokens) + held[:1]
+            pool.free_blocks(reversed(held[1:]))
+        return self.states(request, computed_tokens)
+
+    def num_held(self, request: Request) -> int:
+        """Blocks of all groups."""
+        tables = self._manager.get_blocks(request.request_id).blocks
+        if self.is_simple:
+            return len(tables[0])
+        return sum(block.block_id != NULL_ID for table in tables for block in table)
+
+
+def _place(manager: GroupManager, computed_tokens: int) -> int:
+    return (computed_tokens - 1) // int(manager.block_size)
+
+
+def ids_of(blocks: Sequence[Block]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def present(blocks: Sequence[Block]) -> list[Block]:
+    """Without null blocks."""
+    return [block for block in blocks if block.block_id != NULL_ID]

@@ -216,8 +216,10 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         epoch = self.plan.epoch_next
         if self.plan.method is Method.RECOMPUTE:
             return [do.SendCommit(epoch, event.base, 0, 0, 0)]
-        # Where there are states, the destination has something to copy in any case.
-        from_block = min(self.copied_blocks, event.num_blocks - bool(self.plan.state_bytes))
+        last_block = event.num_blocks
+        if self.plan.state_bytes and last_block:
+            last_block -= 1  # the destination has something to copy in any case
+        from_block = min(self.copied_blocks, last_block)
         blocking = self.plan.method is Method.BLOCKING
         last_copy_s = self._lease_s if blocking else 2 * self._copy_seconds_of(event.num_blocks - from_block)
         self._reprieves = int(last_copy_s / self.plan.commit_s)

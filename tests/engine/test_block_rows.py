@@ -107,8 +107,7 @@ class Move:
         rows = source.port.rows
         from_row = min(self.copied, frozen.num_blocks - bool(rows.num_states))
         self._copy(frozen.block_ids[rows.width * from_row :], from_row, self.there.content)
-        seats = destination.port.reservations.seat(self.new, frozen.computed_tokens)
-        for at_source, here in zip(frozen.state_ids, seats, strict=True):
+        for at_source, here in zip(frozen.state_ids, self.held.state_ids, strict=True):
             self.here.content[here] = self.there.content[at_source]
         destination.port.reservations.admit(self.new, frozen.computed_tokens)
         source.port.release(self.old)

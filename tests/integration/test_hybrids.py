@@ -26,7 +26,8 @@ from llumlet.types import RequestInfo
 from tests.integration.test_any_state import in_phase
 from tests.integration.test_command_line import lines, llumnix
 from tests.integration.test_drain import exit_code
-from tests.integration.test_lost_owner import KILLED_S, ends, engine_of, has_engine
+from tests.integration.test_lost_owner import KILLED_S, STOPPED_S, ends, engine_of, has_engine
+from tests.integration.test_rescue import HANG_S, awake, rescued, status_of
 from tests.integration.test_sensitivity import arm
 from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
@@ -46,6 +47,7 @@ NOISE = 0.5
 """Difference of two log probabilities, in nats, that bfloat16 may make. A token out of place has 3 to 12 less."""
 GROUPS = {"gemma3": 4, "gpt-oss": 2, "qwen3-next": 4, "windows": 1}
 """KV cache groups of each model. Each has one block of the last row, or a state."""
+WITH_STATES = {"qwen3-next"}
 
 
 class Pair:
@@ -57,24 +59,33 @@ class Pair:
         self._fleet = fleet
         self.faults: list[dict[str, Any]] = [
             {"point": "mover.pulled", "action": "corrupt", "final": True, "layer": 0, "which": -1 - number,
-             "offset": 0, "bytes": 256, "file": str(directory / f"{name}-{number}")}
+             "offset": 0, "bytes": 8192, "file": str(directory / f"{name}-{number}")}
             for number in range(GROUPS[name])
         ]  # fmt: skip
-        self.model = OTHER[name]
+        self.model, self.has_states = OTHER[name], name in WITH_STATES
+        self._hang = directory / f"{name}-hangs"
+        self._triggers = [self._hang, *(Path(fault["file"]) for fault in self.faults)]
+        hangs = {"point": "worker.model", "action": "hold", "seconds": HANG_S, "file": str(self._hang)}
         port = free_port()
         self._small_spec = self._spec(
             f"{name}-small",
             *("--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "600", "--max-num-seqs", "2"),
-            env={"LLUMNIX_FAULTS": json.dumps(self.faults)},
+            env={"LLUMNIX_FAULTS": json.dumps([*self.faults, hangs])},
         )
         self.roomy, self._small = fleet.start(
             self._spec(f"{name}-roomy", "--llumlet-port", str(port)), self._small_spec
         )
 
+    def hang(self) -> None:
+        """The worker of `small` hangs from its next step on, for `HANG_S`; once."""
+        self._hang.touch()
+
     @property
     def small(self) -> Server:
         if not (self._small.alive() and has_engine(self._small)):
             self._fleet.stop(self._small)
+            for trigger in self._triggers:
+                trigger.unlink(missing_ok=True)
             (self._small,) = self._fleet.start(self._small_spec)
         return self._small
 
@@ -130,12 +141,16 @@ async def assert_as_unmoved(
     assert stream.finish_reason == "length"
     assert stream.usage == expected.usage
     assert max(stream.gaps) < longest_s
+    await assert_tokens(pair, stream.token_ids, expected, is_exact=is_exact)
+
+
+async def assert_tokens(pair: Pair, token_ids: list[int], expected: Stream, *, is_exact: bool = False) -> None:
     if is_exact or pair.model.dtype == "float32":
-        assert stream.token_ids == expected.token_ids
+        assert token_ids == expected.token_ids
         return
-    assert len(stream.token_ids) == len(expected.token_ids)
-    assert stream.token_ids[:AT] == expected.token_ids[:AT]
-    behind = await behind_the_best(pair.roomy, PROMPT, stream.token_ids)
+    assert len(token_ids) == len(expected.token_ids)
+    assert token_ids[:AT] == expected.token_ids[:AT]
+    behind = await behind_the_best(pair.roomy, PROMPT, token_ids)
     assert max(behind) < NOISE, f"token {behind.index(max(behind))} is not the model's"
 
 
@@ -227,6 +242,22 @@ async def test_waiting(pair: Pair, expected: Stream) -> None:
 
 
 @FEW
+async def test_its_engine_hangs(pair: Pair, expected: Stream) -> None:
+    """What windows keep is read from it; a state may be in the middle of a step."""
+    roomy, small = pair.roomy, pair.small
+    before = await status_of(roomy)
+    async with Client(small.base_url) as client:
+        stream = await begin(client)
+        await stream.wait_for(AT)
+        pair.hang()
+        await assert_as_unmoved(pair, stream, expected, STOPPED_S)
+    assert await rescued(before, roomy) == (1, int(not pair.has_states))
+    await awake(small)
+    await wait_idle(small)
+    await wait_idle(roomy)
+
+
+@FEW
 async def test_drain(pair: Pair, expected: Stream) -> None:
     """Two that run and one that waits."""
     leaver = pair.small
@@ -247,13 +278,17 @@ async def test_the_owner_is_killed(pair: Pair, expected: Stream) -> None:
     """A guest is replayed by its origin, a request of its own by its API server."""
     victim = pair.small
     async with Client(victim.base_url) as client, Client(pair.roomy.base_url) as elsewhere:
-        guest = await begin(elsewhere)
+        # Longer than the first move to an engine that was started just now takes.
+        guest = await begin(elsewhere, length=4 * LENGTH)
         await guest.wait_for(AT)
         assert (await move_stream(pair.roomy, victim, guest, method="auto")).moved
         own = await begin(client)
         await asyncio.gather(own.wait_for(AT), guest.wait_for(2 * AT))
         engine_of(victim).kill()
-        for stream in (own, guest):
-            await assert_as_unmoved(pair, stream, expected, KILLED_S)
+        await assert_as_unmoved(pair, own, expected, KILLED_S)
+        await guest.wait_for(LENGTH)
+        await guest.disconnect()
+    assert max(guest.gaps) < KILLED_S
+    await assert_tokens(pair, guest.token_ids[:LENGTH], expected)
     await ends(victim)
     await wait_idle(pair.roomy)

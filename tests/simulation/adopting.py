@@ -24,7 +24,7 @@ from llumlet.protocol.ids import Epoch
 from llumlet.protocol.ledger import BlockOwner
 from llumlet.protocol.rescue import Rescue
 from llumlet.protocol.trials import Trials
-from tests.protocol.world import BLOCK_SIZE, Engine, Message, Request, Row, World, cells_of
+from tests.protocol.world import BLOCK_SIZE, NOTHING, Engine, Message, Request, Row, World, cells_of
 
 ORIGIN = "O"
 CALLS = frozenset({"adopt", "identify", "claim", "end claim"})
@@ -279,7 +279,8 @@ class Adopting(World):
                 engine.commands.append(("reserve", lambda: self._tell_rescue(attempt, self._take_room(attempt))))
             case rescue.CopyBlocks(from_block=first, to_block=end, seconds=seconds):
                 rows = zip(attempt.source_rows[first:end], attempt.rows[first:end], strict=True)
-                attempt.pairs = [pair for there, here in rows for pair in zip(there, here, strict=True)]
+                pairs = [pair for there, here in rows for pair in zip(there, here, strict=True)]
+                attempt.pairs = [pair for pair in pairs if NOTHING not in pair]
                 attempt.due = (self.now + seconds, rescue.CopyFailed("too long"))
             case rescue.StopCopy():
                 engine.ledger.pass_on(attempt.key, BlockOwner.DRAINING)
@@ -293,7 +294,13 @@ class Adopting(World):
         engine, request = attempt.engine, attempt.request
         if request.id in engine.requests or self._is_reserved(engine, request.id):
             return rescue.RoomRefused("it is here")
-        taken = self._take(engine, BlockOwner.RESERVATION, attempt.key, len(request.tokens) // BLOCK_SIZE + 1)
+        assert attempt.rescue is not None
+        computed = attempt.rescue.computed_tokens
+        first = max(0, computed - self.window) if self.window is not None else computed
+        if any(attempt.source_rows[position // BLOCK_SIZE][1] == NOTHING for position in range(first, computed)):
+            return rescue.RoomRefused("a window has gone on")
+        wanted, left = len(request.tokens) // BLOCK_SIZE + 1, first // BLOCK_SIZE
+        taken = self._take(engine, BlockOwner.RESERVATION, attempt.key, wanted, left)
         if taken is None:
             return rescue.RoomRefused("no room")
         attempt.rows = taken[0]
@@ -346,8 +353,8 @@ class Adopting(World):
                 in_model=engine.name in self.hanging,
                 problem=(Reason.ALREADY_MIGRATING, "") if request.frozen or request.leaving else None,
                 present=request.epoch,
-                # A state may be in the middle of the step that hangs; windows may have gone on.
-                has_cache=bool(request.output and request.computed) and not self.has_states and self.window is None,
+                # A state may be in the middle of the step that hangs.
+                has_cache=bool(request.output and request.computed) and not self.has_states,
                 claimed=any(one.request is request and not one.woken for one in claims.values()),
             )
             claims[attempt] = held

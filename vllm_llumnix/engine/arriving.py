@@ -74,8 +74,8 @@ class ArrivingBlocks:
             raise Refused(Reason.INVALID_REQUEST, f"{len(block_ids)} states of {num_states}")
         self._states_at_source = block_ids
 
-    async def pull(self, wanted: Pull, *, final: bool, deadline_s: float, states: Sequence[int] = ()) -> int:
-        """Copy the rows that the machine says, and the latest states into the blocks `states`; returns the bytes of all
+    async def pull(self, wanted: Pull, *, final: bool, deadline_s: float) -> int:
+        """Copy the rows that the machine says, and with the last of them the latest states; returns the bytes of all
         ranks. What a window has left behind, at the source or here, is not copied: nobody looks at it any more.
 
         Raises Refused(invalid_request) if the source has not said where they are, and TransportError: then `stop` says
@@ -89,8 +89,8 @@ class ArrivingBlocks:
         there = itertools.chain.from_iterable(self._at_source[row] for row in rows)
         pairs = zip(there, self.here.block_ids[width * rows.start : width * rows.stop], strict=True)
         copied = [pair for pair in pairs if NULL_ID not in pair]
-        if states:
-            copied += zip(self._states_at_source, states, strict=True)
+        if final:
+            copied += zip(self._states_at_source, self.here.state_ids, strict=True)
         if not copied:
             return 0
         copy = BlockCopy(

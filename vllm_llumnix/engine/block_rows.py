@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.vllm_types import Block, GroupManager, Request, Scheduler
 from vllm_llumnix.kv.vllm_types import KVCacheGroup
 
@@ -110,29 +109,24 @@ class BlockRows:
         return self.rows_of(max(len(tables[index]) * size for index, size in self._sizes.items()))
 
     def states(self, request: Request, computed_tokens: int) -> list[Block]:
-        """The states behind `computed_tokens` tokens, one of each group that has them. Raises Refused if one is not
-        there."""
-        found: list[Block] = []
-        for manager in self._states.values():
-            table = manager.req_to_blocks.get(request.request_id, [])
-            index = _place(manager, computed_tokens)
-            if index >= len(table) or table[index].block_id == NULL_ID:
-                raise Refused(Reason.NOT_STARTED, f"no state behind {computed_tokens} tokens")
-            found.append(table[index])
-        return found
+        """The states behind `computed_tokens` tokens, which are computed, one of each group that has them."""
+        tables = self._manager.get_blocks(request.request_id).blocks
+        return [tables[index][_place(manager, computed_tokens)] for index, manager in self._states.items()]
 
-    def seat(self, request: Request, computed_tokens: int) -> list[Block]:
-        """`states` of a reservation, made to be where the scheduler will look for them, and the last of their tables.
+    def states_to_come(self, request: Request) -> list[Block]:
+        """Of a reservation, the blocks for its states, wherever they are in their tables; they stay the same ones."""
+        tables = self._manager.get_blocks(request.request_id).blocks
+        return [block for index in self._states for block in present(tables[index])[:1]]
 
-        It was made, and perhaps grown, for other numbers of tokens.
-        """
+    def seat_states(self, request: Request, computed_tokens: int) -> None:
+        """Puts the states of a reservation where the scheduler will look for those behind `computed_tokens` tokens, as
+        the last of their tables. It was made, and perhaps grown, for other numbers of tokens."""
         pool = self._manager.block_pool
         for manager in self._states.values():
             table = manager.req_to_blocks[request.request_id]
             held = present(table)
             table[:] = [pool.null_block] * _place(manager, computed_tokens) + held[:1]
             pool.free_blocks(reversed(held[1:]))
-        return self.states(request, computed_tokens)
 
     def num_held(self, request: Request) -> int:
         """Blocks of all groups."""

@@ -80,7 +80,6 @@ class IncomingMove(Shell[Destination]):
         self._offer: ReserveRequest | None = None
         self._last_round = 0
         self._commit_seen = False
-        self._computed_tokens = 0
         self._admission = Admission(context)
         self._lease_end = 0.0
         self.callers = Callers()
@@ -125,10 +124,9 @@ class IncomingMove(Shell[Destination]):
         num_rows = self._loop.port.rows.rows_of(request.computed_tokens)
         if not self._commit_seen:
             self._commit_seen = True
+            self.blocks.find_at_source(request.from_block, num_rows, request.block_ids)
             if request.computed_tokens:
-                self.blocks.find_at_source(request.from_block, num_rows, request.block_ids)
                 self.blocks.find_states_at_source(request.state_ids)
-            self._computed_tokens = request.computed_tokens
             self._append(request.new_token_ids)
             if self.request is not None:
                 recomputed = self.request.num_tokens - request.computed_tokens - 1
@@ -245,9 +243,8 @@ class IncomingMove(Shell[Destination]):
         began = time.perf_counter()
         try:
             # The lease began earlier, so it is what ends a copy that takes too long.
-            states = await self._seats() if final else []
-            copied = await self.blocks.pull(effect, final=final, deadline_s=self.machine.terms.lease_s, states=states)
-        except MigrationError as error:
+            copied = await self.blocks.pull(effect, final=final, deadline_s=self.machine.terms.lease_s)
+        except Refused as error:
             self.feed(on.PullFailed(effect.job, error.reason, error.detail))
             return
         except TransportError as error:
@@ -258,13 +255,6 @@ class IncomingMove(Shell[Destination]):
             self.phase_ms["last_copy"] = seconds * 1e3
         self.copied_bytes = copied
         self.feed(on.PullDone(effect.job, copied, seconds, lease_valid=time.monotonic() < self._lease_end))
-
-    async def _seats(self) -> list[int]:
-        """Blocks here for the states behind the last computed token."""
-        port = self._loop.port
-        if not port.rows.num_states:
-            return []
-        return await self._loop.call(port.reservations.seat, self.request, self._computed_tokens)
 
     async def _stop(self, job: int) -> None:
         """The blocks are not given back while a mover may write them."""

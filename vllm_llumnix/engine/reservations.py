@@ -34,6 +34,8 @@ class Reserved:
     num_rows: int = 0
     block_ids: list[int] = dataclasses.field(default_factory=list)
     """Row by row."""
+    state_ids: list[int] = dataclasses.field(default_factory=list)
+    """Blocks for the latest states, one of each group that has states."""
 
 
 class Reservations:
@@ -127,12 +129,6 @@ class Reservations:
             self._least_computed[request.request_id] = computed_tokens
         return self._held(request, hit_tokens // rows.size)
 
-    def seat(self, request: Request, computed_tokens: int) -> list[int]:
-        """Blocks for the states behind `computed_tokens` tokens, one of each group that has states: they are to be
-        filled before `admit`. Raises Refused."""
-        self._require_content(request)
-        return ids_of(self._rows.seat(request, computed_tokens))
-
     def empty(self) -> None:
         """The KV memory goes: what was copied into reserved blocks is no cache when it is back."""
         self._emptied = set(self._with_slot)
@@ -169,6 +165,7 @@ class Reservations:
             self._require_content(request)
             if computed_tokens < self._least_computed.get(request.request_id, 0):
                 raise Refused(Reason.INVALID_REQUEST, f"it comes with {computed_tokens} tokens, fewer than it had")
+            self._rows.seat_states(request, computed_tokens)
         if computed_tokens and not self._extend(request, request.num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no block left for the next token")
         request.events.clear()
@@ -318,7 +315,8 @@ class Reservations:
     def _held(self, request: Request, num_hits: int = 0) -> Reserved:
         rows = self._rows
         num_rows = rows.count(request)
-        return Reserved(num_hits, num_rows, ids_of(rows.blocks(request, num_rows * rows.size)))
+        blocks = ids_of(rows.blocks(request, num_rows * rows.size))
+        return Reserved(num_hits, num_rows, blocks, ids_of(rows.states_to_come(request)))
 
     def _positions(self, num_tokens: int) -> int:
         """Positions a request of `num_tokens` tokens needs to take its next step without allocating."""

@@ -97,7 +97,7 @@ async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
             agent.adoptions._make_way_on_loop(stream.request_id, newer)
             return [
                 attempt(agent.adoptions._make_way_on_loop, stream.request_id, newer),
-                attempt(engine.kvconn.reserve, request, False, True),
+                attempt(engine.kvconn.reserve, request, False, True, 0),
             ]
 
         while not (answers := await engine.kvconn.call(succeed)):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from llumlet.protocol.effects import Pull
 from llumlet.protocol.errors import Reason, Refused
-from vllm_llumnix.engine.block_rows import NULL_ID
+from vllm_llumnix.engine.block_rows import to_copy
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.engine.reservations import Reserved
@@ -87,8 +87,7 @@ class ArrivingBlocks:
             detail = f"the source did not say where blocks {wanted.from_block} to {wanted.to_block} are"
             raise Refused(Reason.INVALID_REQUEST, detail)
         there = itertools.chain.from_iterable(self._at_source[row] for row in rows)
-        pairs = zip(there, self.here.block_ids[width * rows.start : width * rows.stop], strict=True)
-        copied = [pair for pair in pairs if NULL_ID not in pair]
+        copied = to_copy(there, self.here.block_ids[width * rows.start : width * rows.stop])
         if final:
             copied += zip(self._states_at_source, self.here.state_ids, strict=True)
         if not copied:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -142,6 +142,11 @@ def _place(manager: GroupManager, computed_tokens: int) -> int:
 
 def ids_of(blocks: Sequence[Block]) -> list[int]:
     return [block.block_id for block in blocks]
+
+
+def to_copy(there: Iterable[int], here: Iterable[int]) -> list[tuple[int, int]]:
+    """The blocks of a source and their places here, but for what a window has left behind on either side."""
+    return [pair for pair in zip(there, here, strict=True) if NULL_ID not in pair]
 
 
 def present(blocks: Sequence[Block]) -> list[Block]:

@@ -15,7 +15,7 @@ from llumlet.protocol.errors import MigrationError
 from llumlet.protocol.ids import Epoch
 from llumlet.tasks import Tasks
 from llumlet.types import ClaimRequest, ClaimResponse, EndClaimRequest, Holder
-from vllm_llumnix.engine.block_rows import NULL_ID
+from vllm_llumnix.engine.block_rows import NULL_ID, to_copy
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.engine.reservations import Reserved
@@ -141,8 +141,7 @@ class _Fetching:
         assert self._memory is not None
         width, movers = self._rows.width, self._context.movers
         blocks = slice(width * effect.from_block, width * effect.to_block)
-        pairs = zip(self._claim.block_ids[blocks], self._here.block_ids[blocks], strict=True)
-        copied = [pair for pair in pairs if NULL_ID not in pair]
+        copied = to_copy(self._claim.block_ids[blocks], self._here.block_ids[blocks])
         self._job = movers.next_job()
         copy = BlockCopy(
             job=self._job,

@@ -147,7 +147,13 @@ def test_all_that_is_looked_at_has_arrived(
     output = destination.begin()
     assert output.num_scheduled_tokens == {"a": 1}
     arrived = {block for block, place in move.here.content.items() if place.index * 16 < computed}
-    assert not arrived & set(output.new_block_ids_to_zero or ()), "what has arrived is filled with zeros"
+    zeroed = set(output.new_block_ids_to_zero or ())
+    assert not arrived & zeroed, "what has arrived is filled with zeros"
+    managers = destination.scheduler.kv_cache_manager.coordinator.single_type_managers
+    for group, manager in enumerate(managers):
+        if manager.records_new_block_ids:
+            behind = destination.block_ids(new, group)[-(-computed // manager.block_size) :]
+            assert set(behind) - {NULL_ID} <= zeroed, "what is behind it is not"
     destination.drain_one()
     destination.turns(150)
     assert new.num_output_tokens > 100

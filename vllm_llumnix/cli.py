@@ -62,7 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _adapting(_add(commands, "doctor", "check everything that --enable-llumlet needs", _doctor))
+    checked = _add(commands, "doctor", "check everything that --enable-llumlet needs", _doctor)
+    _adapting(checked)
+    checked.add_argument("--model", metavar="DIR", help="say how this model's requests would move")
+    checked.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of `vllm serve`, for the model")
     patch = commands.add_parser("patch", help="the patch series", description="The patch series against vLLM.")
     verbs = patch.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _adapting(_add(verbs, "check", "compare the installed vLLM with its series and contract", _check, on_vllm=True))
@@ -310,7 +313,11 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> ExitCode:
-    checks = doctor.examine_all(adapt=args.adapt)
+    if args.flags and args.model is None:
+        print("vllm-llumnix doctor: error: flags are for a model: name one with --model", file=sys.stderr)
+        return ExitCode.USAGE
+    flags = ("--model", args.model, *args.flags) if args.model is not None else ()
+    checks = doctor.examine_all(adapt=args.adapt, flags=flags)
     failed = [check for check in checks if check.problem]
     if args.json:
         _print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +22,7 @@ from vllm_llumnix.seams import ALL
 
 _MODULES = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "msgspec", "numpy", "zmq", "torch")
 _START_TIMEOUT_S = 60
+_BUILD_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,9 @@ class Check:
     problem: str = ""
 
 
-def examine_all(*, adapt: bool = False) -> list[Check]:
-    """All checks, in the order in which their problems are best solved. `adapt`: for `--llumlet-adapt`."""
+def examine_all(*, adapt: bool = False, flags: Sequence[str] = ()) -> list[Check]:
+    """All checks, in the order in which their problems are best solved. `adapt`: for `--llumlet-adapt`. `flags`: of
+    `vllm serve`, for a model that is to be looked at."""
     found = examine(find_vllm(), adapt=adapt)
     checks: tuple[Callable[[], Check], ...] = (
         python,
@@ -47,8 +50,30 @@ def examine_all(*, adapt: bool = False) -> list[Check]:
         local_transport,
         local_between_gpus,
         mooncake,
+        *([partial(model, flags)] if flags else []),
     )
     return [check() for check in checks]
+
+
+def model(flags: Sequence[str]) -> Check:
+    """How requests of a model would move: vLLM builds it in a process of its own, without weights. flags: of `vllm
+    serve`, the model's among them."""
+    name, command = "model", [sys.executable, "-m", "vllm_llumnix.engine.foresight", *flags]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Check(name, f"unknown: vLLM has not built it in {_BUILD_TIMEOUT_S} s")
+    if child.returncode:
+        said = [line for line in child.stderr.splitlines() if line.strip()]
+        return Check(name, "vLLM cannot build it here", said[-1] if said else f"exit status {child.returncode}")
+    foreseen = json.loads(child.stdout.splitlines()[-1])
+    caches = "; ".join(f"{layers} layers keep {what}" for what, layers in foreseen["caches"].items()) or "no KV cache"
+    where = f"{caches} ({foreseen['model_runner']} runner on {foreseen['device']}, pages {foreseen['layout']})"
+    if foreseen["unsupported"]:
+        return Check(name, f"requests stay where they are: {where}", foreseen["unsupported"])
+    if foreseen["kv_unsupported"]:
+        return Check(name, f"requests move with their tokens alone ({foreseen['kv_unsupported']}): {where}")
+    return Check(name, f"requests move with their KV cache: {where}; single requests: docs/portability.md")
 
 
 def python() -> Check:

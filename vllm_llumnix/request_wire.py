@@ -62,13 +62,17 @@ def encode(state: RequestState) -> bytes:
     return _encoder.encode(state)
 
 
+CONNECTOR_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""Extra arguments that tell one engine where another one's blocks or features lie."""
+
+
 def encode_params(params: SamplingParams) -> msgspec.Raw:
-    """Sampling parameters without what only the prefill answers, and what is refused elsewhere: prompt logprobs, extra
-    arguments."""
+    """Sampling parameters without what only the prefill answers and what concerns one engine alone."""
     params = params.clone()
     params.prompt_logprobs = None
     params.prompt_logprob_token_ids = None
-    params.extra_args = None
+    if params.extra_args is not None:
+        params.extra_args = {name: value for name, value in params.extra_args.items() if name not in CONNECTOR_ARGS}
     return msgspec.Raw(_encoder.encode(params))
 
 

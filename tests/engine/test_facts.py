@@ -11,12 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from vllm.config.reasoning import ReasoningConfig
+from vllm.config.watermarking import WatermarkConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.sample.sampler import Sampler
 
 from llumlet.protocol.errors import Reason, Refused
-from vllm_llumnix.engine.attach import _compile_logprobs, text_config_of
+from vllm_llumnix.engine.attach import _compile_logprobs
+from vllm_llumnix.engine.facts import reasoning_of, text_config_of, watermark_of
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.kv.vllm_cache import caches_of
 
@@ -55,6 +58,21 @@ def caches(**quantised: torch.dtype) -> str:
 def test_every_layer_counts() -> None:
     assert caches() == caches()
     assert len({caches(), caches(first=torch.uint8), caches(second=torch.uint8)}) == 3
+
+
+def test_how_thinking_is_counted(model_dir: Path) -> None:
+    model = EngineArgs(model=str(model_dir), max_model_len=2048).create_model_config()
+    named = ReasoningConfig(reasoning_start_str="ba", reasoning_end_str="do go")
+    assert reasoning_of(None) is reasoning_of(named) is None
+    named.initialize_token_ids(model)
+    assert reasoning_of(named) == [[220], [233, 143], [233, 143]]
+
+
+def test_every_part_of_a_watermark_counts() -> None:
+    assert watermark_of(None) is None
+    assert watermark_of(WatermarkConfig(key=7)) == watermark_of(WatermarkConfig(key=7))
+    others = [{"key": 8}, {"algorithm": "dual_key_gumbel"}, {"context_width": 5}, {"deduplicate_contexts": "all"}]
+    assert len({watermark_of(WatermarkConfig(**{"key": 7, **other})) for other in ({}, *others)}) == 5
 
 
 def test_weights_that_were_exchanged() -> None:

@@ -22,7 +22,7 @@ from tests.exactness import test_lora, test_matrix, test_together
 from tests.integration import test_any_state, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
 from tests.runner_v2 import test_kinds as runner_v2_kinds
-from tests.runner_v2 import test_speculation_and_lora
+from tests.runner_v2 import test_marks_and_traces, test_speculation_and_lora
 from tests.runner_v2 import test_states as runner_v2_states
 from vllm_llumnix.engine.portability import (
     DOCUMENT,
@@ -82,15 +82,11 @@ REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
     ("prompt embeddings", request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8)}), CPU),
     ("KV transfer parameters", request(extra_args={"kv_transfer_params": {"x": 1}}), CPU),
     ("KV transfer parameters", request(extra_args={"ec_transfer_params": {"x": 1}}), CPU),
-    ("extra arguments for custom logits processors", request(extra_args={"mine": 1}), CPU),
-    ("a thinking token budget on the V1 runner, once it has begun", begun(thinking_token_budget=9), CPU),
-    ("trace replay", request(trace_decode_token_ids=[1, 2]), CPU),
     (
-        "repetition detection",
-        request(repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_count=2)),
-        CPU,
+        "a thinking token budget with speculative decoding on the V1 runner, once it has begun",
+        begun(thinking_token_budget=9),
+        CPU | SPEC_DECODE,
     ),
-    ("watermarking", request(watermarking=True), CPU),
     ("a seed with speculative decoding on the V1 runner, once it has begun", begun(seed=1), CPU | SPEC_DECODE),
     ("a seed on the V1 GPU runner, once it has begun", begun(seed=1), CUDA),
     ("a seed on the V1 GPU runner, once it has begun", begun(num_computed=2, seed=1), CUDA),
@@ -108,12 +104,17 @@ def test_refused_requests(reason: str, asked: Request, engine: dict[str, Any]) -
         (request(), CPU),
         (request(seed=1, temperature=1.0), CPU),
         (request(more={"lora_request": LoRARequest("adapter", 1, "/adapter")}), CPU),
-        (begun(thinking_token_budget=9), CUDA | V2),
+        (begun(extra_args={"mine": 1}), CPU),
+        (begun(repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_count=2)), CPU),
+        (begun(thinking_token_budget=9), CPU),
+        (begun(thinking_token_budget=9), CUDA | V2 | SPEC_DECODE),
+        (begun(trace_decode_token_ids=[1, 2]), CUDA | V2),
+        (begun(watermarking=True), CUDA | V2),
         (begun(seed=1), CUDA | V2),
         (begun(seed=1), CUDA | V2 | SPEC_DECODE),
         (begun(seed=1, temperature=0.0), CUDA),
         # They wait.
-        (request(thinking_token_budget=9), CPU),
+        (request(thinking_token_budget=9), CPU | SPEC_DECODE),
         (request(seed=1), CUDA),
         (request(seed=1), CPU | SPEC_DECODE),
     ],
@@ -310,7 +311,12 @@ SHOWN: dict[str, list[Shown]] = {
         test_lora.test_another_adapter_of_that_name,
     ],
     "priority, cache_salt": [("extras", "priority")],
+    "a thinking token budget": [("sampling", "thinking budget")],
+    "repetition detection": [("sampling", "repetition detection")],
+    "trace replay, to an engine with --enable-trace-replay": [],
+    "watermarking, to an engine with the same configuration": [],
     "custom logits processors, all with the mark `llumnix_portable = True`": [("processor", True)],
+    "`vllm_xargs`, for such processors": [("sampling", "vllm_xargs")],
     "a prefix-cache hit at the destination": [("prefix", "cached")],
     "a preempted request": [test_any_state.test_preempted],
     "a request in its prefill, or waiting": [test_any_state.test_half_prefilled, test_any_state.test_waiting],
@@ -321,8 +327,10 @@ SHOWN_ON_V2: dict[str, list[Shown]] = {
     **{
         kind: [it for it in shown if isinstance(it, tuple)]
         for kind, shown in SHOWN.items()
-        if kind != "custom logits processors, all with the mark `llumnix_portable = True`"
+        if kind != "custom logits processors, all with the mark `llumnix_portable = True`" and "vllm_xargs" not in kind
     },
+    "trace replay, to an engine with --enable-trace-replay": [test_marks_and_traces.test_a_trace],
+    "watermarking, to an engine with the same configuration": [test_marks_and_traces.test_a_watermark],
     "a LoRA adapter, to an engine that has it": [test_speculation_and_lora.test_seeded_with_an_adapter],
     "n above 1": [runner_v2_kinds.test_children_move_to_different_engines],
     "a preempted request": [runner_v2_states.test_preempted],

@@ -29,6 +29,8 @@ GUIDED: dict[str, dict[str, Any]] = {
     "choice": {"structured_outputs": {"choice": _CHOICES}},
     "grammar": {"structured_outputs": {"grammar": 'root ::= item{50,55} "."\nitem ::= [a-z] [0-9]'}},
 }
+REASONING = {"reasoning_start_str": "ba", "reasoning_end_str": "do go"}
+"""Of the engines: token 220, and 233 and 143."""
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seed": _SEEDED,
@@ -42,6 +44,15 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ["never in the text"]},
     "include_stop_str": {"stop": ["never in the text"], "include_stop_str_in_output": True},
     "stop_token_ids": {"stop_token_ids": [0, 1, 2]},
+    # Found as soon as the output is long enough to be looked at, which it is behind the moves.
+    "repetition detection": {
+        "repetition_detection": {"min_pattern_size": 1, "max_pattern_size": 4, "min_count": 3},
+        "logit_bias": {"300": 100.0},
+        "min_tokens": 120,
+    },
+    # A section of thinking that began in the prompt is cut off between the moves, and others begin.
+    "thinking budget": _SEEDED | {"thinking_token_budget": 80, "logit_bias": {"220": 6.0}},
+    "vllm_xargs": _SEEDED | {"vllm_xargs": {"avoid": list(range(100, 300))}},
     **{kind: parameters | _SEEDED for kind, parameters in GUIDED.items()},
 }
 AXES: dict[str, list[str]] = {
@@ -73,6 +84,8 @@ class Configuration:
         """In bfloat16 a prefix hit is exact only if it is copied too (docs/portability.md). For log probabilities of
         its prompt, vLLM lets a request neither stream nor use cached blocks.
         """
+        if cell["sampling"] == "vllm_xargs" and not self.processor:
+            return False
         return (
             cell["route"] in self.routes
             and (cell["prefix"] == "cold" or self.dtype == "float32" or self.exact)

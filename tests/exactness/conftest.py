@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.exactness.cells import Configuration
+from tests.exactness.cells import REASONING, Configuration
 from tests.support.beside import Beside, paused
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.model import PRESETS, build
@@ -31,6 +32,7 @@ def fleet_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     model = build(dataclasses.replace(PRESETS["tiny"], dtype=where.dtype))
     names = sorted(set("".join(where.routes)))
     flags = ("--scheduling-policy", "priority", "--dtype", where.dtype, "--llumlet-transport", where.transport)
+    flags += ("--reasoning-config", json.dumps(REASONING))
     if where.exact:
         flags += ("--llumlet-exact",)
     if where.processor:

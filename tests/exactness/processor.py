@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
@@ -13,7 +15,7 @@ PENALTY = 3.0
 
 
 class AvoidsTheLatest(AdapterLogitsProcessor):
-    """Makes the latest output tokens of every request less likely."""
+    """Makes the latest output tokens of every request less likely, and those that it lists in `vllm_xargs`."""
 
     llumnix_portable = True
 
@@ -21,9 +23,11 @@ class AvoidsTheLatest(AdapterLogitsProcessor):
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> object:
-        return _penalize
+        avoided = (params.extra_args or {}).get("avoid", [])
+        return functools.partial(_penalize, avoided)
 
 
-def _penalize(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+def _penalize(avoided: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     logits[output_ids[-WINDOW:]] -= PENALTY
+    logits[avoided] -= PENALTY
     return logits

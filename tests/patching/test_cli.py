@@ -105,7 +105,7 @@ def test_usage(argv: list[str], capsys: Output) -> None:
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     checks = [doctor.Check("first", "fine"), doctor.Check("second", "broken", "repair it")]
-    monkeypatch.setattr(doctor, "examine_all", lambda adapt: checks)
+    monkeypatch.setattr(doctor, "examine_all", lambda adapt, flags: checks)
     assert main(["doctor"]) == ExitCode.PROBLEM
     output = capsys.readouterr().out
     assert "broken" in output
@@ -113,7 +113,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     assert main(["doctor", "--json"]) == ExitCode.PROBLEM
     told = [dataclasses.asdict(check) for check in checks]
     assert json.loads(capsys.readouterr().out) == {"ok": False, "checks": told}
-    monkeypatch.setattr(doctor, "examine_all", lambda adapt: checks[:1])
+    monkeypatch.setattr(doctor, "examine_all", lambda adapt, flags: checks[:1])
     assert main(["doctor"]) == ExitCode.OK
 
 

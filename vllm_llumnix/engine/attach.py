@@ -4,24 +4,21 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 import uuid
-from typing import Any
 
 import msgspec
 from vllm.lora.request import LoRARequest
 
 from vllm_llumnix import config as llumlet_config
 from vllm_llumnix.engine.agent import LlumletAgent, open_llumlet
-from vllm_llumnix.engine.block_rows import kind_of
 from vllm_llumnix.engine.claims import Claims
+from vllm_llumnix.engine.facts import engine_facts
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.load_events import follow_engine
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.model_watch import watch_model
-from vllm_llumnix.engine.portability import custom_logits_processors, why_engine_unsupported, why_kv_unsupported
+from vllm_llumnix.engine.portability import why_engine_unsupported, why_kv_unsupported
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
@@ -194,59 +191,3 @@ def _compile_logprobs(called: Worker | WorkerWrapper) -> None:
     except (RuntimeError, TypeError, OSError) as error:
         # A compiler that is missing, say. Requests without log probabilities do not need it.
         logger.warning("llumlet: vLLM's kernel for log probabilities cannot be compiled now: %s", error)
-
-
-_NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
-"""What a model's configuration says of where it came from: the same model may lie under another path."""
-
-
-def text_config_of(model: Any) -> str:
-    """A short name for all that the model's configuration says of how it computes, overrides included.
-
-    Parameters do not tell of rotary embeddings: those are buffers. model: vLLM's `ModelConfig`.
-    """
-    described = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NAMES}
-    text = json.dumps(described, sort_keys=True, default=lambda value: type(value).__qualname__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def engine_facts(engine: Engine, movers: list[MoverInfo]) -> dict[str, Any]:
-    """What two engines must have in common for KV bytes and sampler state of one to be right in the other."""
-    import vllm
-
-    config = engine.vllm_config
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    layouts = [mover.memory.layout for mover in movers]
-    return {
-        "vllm": vllm.__version__,
-        "patches": state.current().digest,
-        # The fingerprint sees what the runner keeps as parameters; on CPU, packed linear layers are not among them.
-        "model": text_config_of(model),
-        "weights": [mover.weights for mover in movers],
-        "isa": [mover.isa for mover in movers],
-        "dtype": str(model.dtype),
-        "cache_dtype": str(cache.cache_dtype),
-        "block_size": engine.scheduler.block_size,
-        "groups": [
-            (str(kind_of(group)), group.kv_cache_spec.block_size, len(group.layer_names))
-            for group in engine.scheduler.kv_cache_config.kv_cache_groups
-        ],
-        "layout": [layout.layout for layout in layouts],
-        "caches": [mover.caches for mover in movers],
-        "pages": [[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts],
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "pipeline_parallel": parallel.pipeline_parallel_size,
-        "context_parallel": (
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-            parallel.cp_kv_cache_interleave_size,
-        ),
-        "model_runner_v2": bool(engine.scheduler.use_v2_model_runner),
-        "vocab_size": model.get_vocab_size(),
-        "quantization": str(model.quantization),
-        # Other layers, whether or not a request has an adapter; which adapters there are may differ.
-        "lora": config.lora_config is not None,
-        "speculative": str(config.speculative_config.method) if config.speculative_config else None,
-        "logprobs_mode": str(model.logprobs_mode),
-        "logits_processors": [f"{it.__module__}:{it.__qualname__}" for it in custom_logits_processors(engine)],
-    }

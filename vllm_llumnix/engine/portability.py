@@ -149,10 +149,30 @@ MOVED = (
         "the destination's own of that name, if its contents are the same; else `lora_not_available`",
     ),
     Moved("priority, cache_salt", Exactness.BIT_EXACT, _ALL_CARRIED),
+    Moved("a thinking token budget", Exactness.BIT_EXACT, "counted from the tokens, which are carried"),
+    Moved("repetition detection", Exactness.BIT_EXACT, "looks at the output, which is carried"),
+    Moved(
+        "trace replay, to an engine with --enable-trace-replay",
+        Exactness.BIT_EXACT,
+        "the trace is carried, and how far it is follows from the output",
+        v1=Evidence.OTHER,
+    ),
+    Moved(
+        "watermarking, to an engine with the same configuration",
+        Exactness.BIT_EXACT,
+        "depends on the tokens so far and on the key",
+        v1=Evidence.OTHER,
+    ),
     Moved(
         f"custom logits processors, all with the mark `{MARK} = True`",
         Exactness.BIT_EXACT,
         "the destination has the same ones, and gives them the tokens so far",
+        v2=Evidence.BY_READING,
+    ),
+    Moved(
+        "`vllm_xargs`, for such processors",
+        Exactness.BIT_EXACT,
+        "carried with the other parameters",
         v2=Evidence.BY_READING,
     ),
     Moved(
@@ -177,15 +197,13 @@ REFUSED_REQUESTS = (
     RefusedRequest(
         "KV transfer parameters", lambda it: bool(it.request.kv_transfer_params or it.request.ec_transfer_params)
     ),
-    RefusedRequest("extra arguments for custom logits processors", lambda it: bool(it.params.extra_args)),
     RefusedRequest(
-        "a thinking token budget on the V1 runner, once it has begun",
-        lambda it: it.params.thinking_token_budget is not None and not it.model_runner_v2 and it.begun,
+        "a thinking token budget with speculative decoding on the V1 runner, once it has begun",
+        lambda it: (
+            it.params.thinking_token_budget is not None and it.spec_decode and not it.model_runner_v2 and it.begun
+        ),
         v2=Evidence.BY_READING,
     ),
-    RefusedRequest("trace replay", lambda it: it.params.trace_decode_token_ids is not None),
-    RefusedRequest("repetition detection", lambda it: it.params.repetition_detection is not None),
-    RefusedRequest("watermarking", lambda it: bool(it.params.watermarking)),
     RefusedRequest(
         "a seed with speculative decoding on the V1 runner, once it has begun",
         lambda it: it.seeded and it.spec_decode and not it.model_runner_v2 and it.begun,
@@ -313,6 +331,9 @@ float32 with log probabilities compared to the last digit. What a GPU's own kern
 - **measured**: on such engines, by those tests.
 - **by reading**: follows from vLLM's code; no test shows it.
 - **not this runner**: the row is about another one.
+
+`vllm-llumnix doctor --model DIR -- FLAGS OF vllm serve` says how a model's requests will move: vLLM builds it without
+weights, and plans its KV cache.
 """
 
 _TOKENS_ALONE = """\
@@ -385,7 +406,7 @@ says that they may be moved by setting
 in its own body; subclasses say it for themselves. That promises: what it does to a request's next token depends on
 nothing but the request's parameters, prompt and output tokens so far, the last as `BatchUpdate.added` gives them when
 the request enters a batch; and engines that are peers have the same version of it. They must name the same classes in
-the same order, or they refuse each other (`incompatible_engine`). Requests with `vllm_xargs` are still refused.
+the same order, or they refuse each other (`incompatible_engine`). A request's `vllm_xargs` are among its parameters.
 
 A plugin that reads output tokens cannot keep this promise on the V1 GPU runner with asynchronous scheduling: vLLM waits
 for the latest of them only where `--logits-processors` names a class.

@@ -24,7 +24,7 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.wire import MALFORMED
 from vllm_llumnix.engine.vllm_types import Request
-from vllm_llumnix.request_wire import RequestState, state_from
+from vllm_llumnix.request_wire import CONNECTOR_ARGS, RequestState, state_from
 
 _MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
 """Queued with nothing missing but room, or in the batch; prefill and decode are treated alike."""
@@ -174,9 +174,31 @@ def decode_params(state: RequestState, config: VllmConfig, tokenizer: Any) -> Sa
     check_tokens(derived, config.model_config.get_vocab_size())
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise Refused(Reason.INVALID_REQUEST, "the seed is not a 64-bit integer")
-    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None or params.extra_args:
-        raise Refused(Reason.INVALID_REQUEST, "prompt logprobs or extra arguments, which do not travel")
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+        raise Refused(Reason.INVALID_REQUEST, "prompt logprobs, which do not travel")
+    _check_extra_args(params.extra_args or {})
+    if params.trace_decode_token_ids is not None:
+        check_tokens(params.trace_decode_token_ids, config.model_config.get_vocab_size())
+        if not config.model_config.enable_trace_replay:
+            raise Refused(Reason.INCOMPATIBLE_ENGINE, "traces are replayed with --enable-trace-replay")
     return params
+
+
+def _check_extra_args(extra: dict[str, Any]) -> None:
+    """Raises Refused(invalid_request) for what no client can have sent in JSON, and for what does not travel."""
+    if CONNECTOR_ARGS & extra.keys():
+        raise Refused(Reason.INVALID_REQUEST, "parameters of a KV or encoder-cache transfer, which do not travel")
+    pending: list[Any] = [extra]
+    while pending:
+        match pending.pop():
+            case dict(entries):
+                pending += [*entries, *entries.values()]
+            case list(items):
+                pending += items
+            case str() | int() | float() | None:
+                pass
+            case other:
+                raise Refused(Reason.INVALID_REQUEST, f"extra arguments with a {type(other).__name__}")
 
 
 def why_not_now(request: Request) -> tuple[Reason, str] | None:

@@ -39,6 +39,7 @@ from vllm_llumnix.frontend.vllm_types import BalancingClient, Client, VllmConfig
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 from vllm_llumnix.relay_keys import OriginKeys
+from vllm_llumnix.request_wire import CONNECTOR_ARGS
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -382,7 +383,7 @@ def _why_never(request: EngineCoreRequest) -> str:
     assert params is not None
     if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "its prompt is more than tokens"
-    if params.extra_args:
+    if CONNECTOR_ARGS & (params.extra_args or {}).keys():
         return "it has parameters for this engine alone"
     return ""
 

@@ -31,4 +31,14 @@ SEAMS = Seams(
         "vLLM forgets the place of a state when a request is over, also in a step that computes nothing",
         "tests/integration/test_hybrids.py",
     ),
+    Seam(
+        "vllm/v1/sample/thinking_budget_state.py",
+        "ThinkingBudgetStateHolder",
+        "sync_batch",
+        Kind.WRAPPED,
+        "a request that enters the V1 runner's batch with a history is told that it has thought already",
+        "worker",
+        "vLLM counts what is there when a request enters the batch again",
+        "tests/engine/test_thinking_budget.py",
+    ),
 )

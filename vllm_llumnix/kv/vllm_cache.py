@@ -32,12 +32,8 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
     one.
     """
     config = model_runner.kv_cache_config
-    spec_of = _carried_specs(config)
-    if config.kv_cache_layout not in _LAYOUTS:
-        raise TransportUnavailable(
-            f"KV cache layout {config.kv_cache_layout} scatters a page; "
-            f"set VLLM_KV_CACHE_LAYOUT to one of {', '.join(_LAYOUTS)}"
-        )
+    spec_of = carried_specs(config)
+    layout = carried_layout(config)
     storage = storage_of(model_runner)
     regions: list[TensorRegion] = []
     for tensor in config.kv_cache_tensors:
@@ -55,13 +51,13 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
             )
         )
     if len(config.kv_cache_groups) > 1:
-        regions = _overlaid(regions, blocks_outside=config.kv_cache_layout.startswith("B"))
+        regions = _overlaid(regions, blocks_outside=layout.startswith("B"))
     return BlockLayout(
         base=storage.data_ptr(),
         storage_bytes=storage.nbytes(),
         num_blocks=config.num_blocks,
         regions=tuple(regions),
-        layout=config.kv_cache_layout,
+        layout=layout,
     )
 
 
@@ -112,7 +108,17 @@ def _spec_of(group: KVCacheGroup) -> dict[str, KVCacheSpec]:
     return {layer: inner[layer] if inner else group.kv_cache_spec for layer in group.layer_names}
 
 
-def _carried_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
+def carried_layout(config: KVCacheConfig) -> str:
+    """The name of vLLM's layout; TransportUnavailable unless each page lies in one place."""
+    if config.kv_cache_layout not in _LAYOUTS:
+        raise TransportUnavailable(
+            f"KV cache layout {config.kv_cache_layout} scatters a page; "
+            f"set VLLM_KV_CACHE_LAYOUT to one of {', '.join(_LAYOUTS)}"
+        )
+    return config.kv_cache_layout
+
+
+def carried_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
     """Layer name -> cache specification; TransportUnavailable unless all have plain pages."""
     spec_of: dict[str, KVCacheSpec] = {}
     for group in config.kv_cache_groups:

@@ -19,7 +19,8 @@ from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS
 from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.vllm_cache import caches_of, has_states
-from vllm_llumnix.kv.vllm_types import SchedulerOutput, Sleeper, Worker, WorkerWrapper
+from vllm_llumnix.kv.vllm_types import ModelRunner, SchedulerOutput, Sleeper, Worker, WorkerWrapper
+from vllm_llumnix.thinking_budget import BudgetHolder, sync_with_history
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
         _watch_captures(worker)
     if has_states(worker.model_runner):
         _forget_former_lives(worker)
+    if (budgets := thinking_budgets_of(worker.model_runner)) is not None:
+        SEAMS.wrap(budgets, "ThinkingBudgetStateHolder.sync_batch", sync_with_history(budgets))
     if faults.armed("worker.model") or faults.armed("worker.request"):
         _arm(worker)
     _running = plane
@@ -140,6 +143,12 @@ def _suspend() -> None:
 def _resume() -> None:
     if _running is not None:
         _running.mover.resume()
+
+
+def thinking_budgets_of(runner: ModelRunner) -> BudgetHolder | None:
+    """Where the V1 runner counts thinking tokens; None for others, and without a reasoning parser."""
+    holder: BudgetHolder | None = getattr(getattr(runner, "input_batch", None), "thinking_budget_state_holder", None)
+    return holder
 
 
 def _forget_former_lives(worker: Worker) -> None:

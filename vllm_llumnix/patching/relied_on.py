@@ -44,6 +44,7 @@ _EXECUTOR = "vllm/v1/executor/abstract.py"
 _WORKER = "vllm/v1/worker/gpu_worker.py"
 _V1_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _V1_BATCH = "vllm/v1/worker/gpu_input_batch.py"
+_BUDGETS = "vllm/v1/sample/thinking_budget_state.py"
 _V2_RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _V2_STATES = "vllm/v1/worker/gpu/states.py"
 
@@ -141,6 +142,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_V2_RUNNER, "engine/scheduler_port.py", "add_requests", "GPUModelRunner"),
     *_of(_V2_STATES, "engine/scheduler_port.py", "add_request", "RequestState"),
     *_of(_WORKER, "kv/worker.py", "sleep discard wake_up compile_or_warm_up_model execute_model", "Worker"),
+    *_of(_BUDGETS, "thinking_budget.py", "sync_batch update_state _update_think_state", "ThinkingBudgetStateHolder"),
     # The API server's client.
     *_of(
         _CLIENT,

@@ -27,6 +27,9 @@ END_SECONDS = 60
 """In which Python ends when the last test has; a thread that keeps it is shown and the run fails."""
 
 
+SHARED_ENGINES = ("engines", "cast", "fleet_of")
+"""Fixtures of several files that start some."""
+
 STARTED = time.monotonic()
 LONG_SECONDS = 300
 """From which on a run says how fast the machine is."""
@@ -38,6 +41,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the time of a whole run is to be compared by."""
     if time.monotonic() - STARTED > LONG_SECONDS:
         terminalreporter.write_line(speed.measured())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where workers share the tests, a file goes to one of them as a whole, and so do all files with the same engines:
+    each worker would start them for itself."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    for path, tests in files.items():
+        used = {name for item in tests for name in getattr(item, "fixturenames", ())}
+        group = next((name for name in SHARED_ENGINES if name in used), str(path))
+        for item in tests:
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_unconfigure() -> None:

@@ -76,6 +76,8 @@ async def test_moved_as_if_unmoved(fleet_of: dict[str, Server], cell: Cell, requ
     if cell["prefix"] == "cached":
         assert (moves[0].hit_tokens == 0) is where.exact
     assert outcome(moved) == outcome(first[0])
+    if cell["sampling"] == "repetition detection":
+        assert moved.stop_reason == "repetition_detected"
 
 
 def test_few_cells_are_void() -> None:

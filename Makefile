@@ -20,12 +20,13 @@ MODEL ?=
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 PROGRAMS := redis-server chromium
 
-# Tests that start no engine: a worker on each core plays them, file by file, the simulation first as it takes longest.
+# Tests that start no engine, the simulation first as it takes longest. Most wait more than they compute: more workers
+# than cores.
 APART := tests/simulation tests/engine tests/frontend tests/fuzz tests/kv tests/llumlet tests/llumsched tests/protocol \
   tests/scenarios tests/security tests/simulator $(wildcard tests/test_*.py)
-# The others, one after the other: each has all cores.
+# The others: two at a time, those with the same engines one after the other (tests/conftest.py).
 ALONE := tests/benchmarks tests/exactness tests/integration tests/packaging tests/patching tests/runner_v2 tests/shells
-WORKERS := --numprocesses auto --dist loadfile --no-loadscope-reorder
+WORKERS := --dist loadgroup --no-loadscope-reorder --numprocesses
 
 # A vLLM without a CPU build, and the tests that it decides about.
 NEXT := 0.33.0
@@ -38,7 +39,7 @@ demo: install ## two engines, one request moved between them mid-stream, a repor
 
 test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
 ifeq ($(strip $(ARGS)),)
-	@status=0; $(PY) -m pytest $(WORKERS) $(APART) || status=$$?; $(PY) -m pytest $(ALONE) || status=$$?; exit $$status
+	@status=0; $(PY) -m pytest $(WORKERS) 4 $(APART) || status=$$?; $(PY) -m pytest $(WORKERS) 2 $(ALONE) || status=$$?; exit $$status
 else
 	@$(PY) -m pytest $(ARGS)
 endif

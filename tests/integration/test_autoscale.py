@@ -85,9 +85,14 @@ class Up:
         """Requests that run in each engine."""
         return {name: int((one["status"] or {}).get("num_running_requests", 0)) for name, one in self.view().items()}
 
-    def ports(self) -> dict[str, int]:
-        """The port of each engine's API server."""
-        return {name: int(one["metadata"]["api_server_port"]) for name, one in self.view().items()}
+    async def until_known(self, num_engines: int) -> dict[str, int]:
+        """The port of each engine's API server, once the scheduler has heard of all."""
+        async with asyncio.timeout(READY_S):
+            while True:
+                ports = {name: int(one["metadata"]["api_server_port"]) for name, one in self.view().items()}
+                if len(ports) == num_engines:
+                    return ports
+                await asyncio.sleep(0.1)
 
     def engines(self) -> int:
         """Processes in which an engine is."""
@@ -147,9 +152,8 @@ async def test_load_brings_an_engine_and_its_end_takes_one_with_a_long_answer_in
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(NUM_SHORT)]
         await up.until("llumnix up: engine-1 is ready", READY_S)
-        # One to each engine, so that whoever leaves has one. The scheduler may hear of the new one a moment later.
-        while len(ports := up.ports()) < 2:
-            await asyncio.sleep(0.1)
+        # One to each engine, so that whoever leaves has one.
+        ports = await up.until_known(2)
         long = [asyncio.create_task(whole(LONG, port)) for port in ports.values()]
         await asyncio.sleep(2.0)
         load = False

@@ -22,8 +22,8 @@ from llumlet.settings import Setting, all_entries, entries
 T = TypeVar("T")
 
 PROGRAMS: Final = (
-    "llumlet", "up", "top", "ps", "status", "migrate", "drain", "explain", "profile", "gateway", "scheduler",
-    "rescheduler",
+    "llumlet", "up", "top", "ps", "status", "migrate", "drain", "explain", "profile", "doctor", "gateway",
+    "scheduler", "rescheduler",
 )  # fmt: skip
 """Programs whose variables are `LLUMNIX_<PROGRAM>_<FLAG>`: each looks after its own. The first is in `vllm serve`."""
 SHARED_VARIABLES: Final = frozenset(

@@ -37,12 +37,13 @@ COMMANDS: Final = {
     "drain": "move everything away from an instance and end it",
     "explain": "show where the scheduler would send a request, and why",
     "profile": "measure how long the steps of an engine take",
+    "doctor": "check what engines need here, and how a model's requests would move",
     "gateway": "serve the OpenAI API in front of all engines",
     "scheduler": "choose an instance for each request",
     "rescheduler": "move running requests from hot instances to cold ones and away from sick ones",
 }
 """Names of the modules, and what the list of commands says of them."""
-WITH_FURTHER: Final = frozenset({"up"})
+WITH_FURTHER: Final = frozenset({"up", "doctor"})
 """Commands for which words after `--` mean something."""
 
 

@@ -332,7 +332,7 @@ float32 with log probabilities compared to the last digit. What a GPU's own kern
 - **by reading**: follows from vLLM's code; no test shows it.
 - **not this runner**: the row is about another one.
 
-`vllm-llumnix doctor --model DIR -- FLAGS OF vllm serve` says how a model's requests will move: vLLM builds it without
+`llumnix doctor --model DIR -- FLAGS OF vllm serve` says how a model's requests will move: vLLM builds it without
 weights, and plans its KV cache.
 """
 

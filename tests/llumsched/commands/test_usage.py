@@ -195,3 +195,16 @@ def test_an_unknown_command_is_an_error_of_usage() -> None:
     assert done.returncode == 2
     assert "teleport" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_doctor_hands_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(subprocess, "run", lambda words: asked.append(words) or subprocess.CompletedProcess(words, 1))
+    assert main(["doctor", "--model", "DIR", "--adapt", "--json", "--", "--dtype", "half"]) == 1
+    [(program, *words)] = asked
+    assert program.is_file()
+    assert words == ["doctor", "--json", "--adapt", "--model", "DIR", "--", "--dtype", "half"]
+
+
+def test_doctor_of_flags_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert faults(capsys, "doctor", "--", "--dtype", "half") == ["flags after -- are the model's: name it with --model"]

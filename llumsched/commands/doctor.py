@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix doctor`: whether engines of this machine can move requests, and a model's requests can be moved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from llumlet import kinds
+from llumlet.credentials import Credentials
+from llumlet.kinds import MARK
+from llumlet.setting_sources import Reading
+from llumsched.commands.arguments import OPTIONS, Output
+from llumsched.exit_codes import ExitCode
+
+DESCRIPTION = """Check everything that --enable-llumlet needs, where engines run.
+
+With --model it says how requests of this model will move: vLLM builds it without weights, and plans its KV cache. Flags
+of `vllm serve` go after `--`: llumnix doctor --model DIR -- --kv-cache-dtype fp8. Exit code 1 if something has to be
+done. The same as `vllm-llumnix doctor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str = OPTIONS.setting("", kinds.text("DIR"), "directory or name of the model")
+    adapt: bool = OPTIONS.setting(False, MARK, "as for instances with --llumlet-adapt")
+
+
+SETTINGS: Final = (Options, Output)
+
+
+def prepare(reading: Reading) -> list[str]:
+    """The other command's arguments."""
+    options = reading.make_with_defaults(Options)
+    if reading.further and not options.model:
+        reading.faults.append("flags after -- are the model's: name it with --model")
+    words = ["--json"] * reading.make_with_defaults(Output).json + ["--adapt"] * options.adapt
+    return [*words, *(["--model", options.model, "--", *reading.further] if options.model else [])]
+
+
+def run(arguments: list[str], _: Credentials) -> int:
+    command = Path(sys.executable).with_name("vllm-llumnix")
+    if not command.exists():
+        print(f"llumnix doctor: {command} is not there: run it where the engines' Python is", file=sys.stderr)
+        return ExitCode.USAGE
+    return subprocess.run([command, "doctor", *arguments]).returncode

@@ -26,7 +26,7 @@ APART := tests/simulation tests/engine tests/frontend tests/fuzz tests/kv tests/
   tests/scenarios tests/security tests/simulator $(wildcard tests/test_*.py)
 # The others: two at a time, those with the same engines one after the other (tests/conftest.py).
 ALONE := tests/benchmarks tests/exactness tests/integration tests/packaging tests/patching tests/runner_v2 tests/shells
-WORKERS := --dist loadgroup --no-loadscope-reorder --numprocesses
+WORKERS := --no-loadscope-reorder --numprocesses
 
 # A vLLM without a CPU build, and the tests that it decides about.
 NEXT := 0.33.0

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +30,10 @@ END_SECONDS = 60
 """In which Python ends when the last test has; a thread that keeps it is shown and the run fails."""
 
 
-SHARED_ENGINES = ("engines", "cast", "fleet_of")
-"""Fixtures of several files that start some."""
+ROOT = Path(__file__).resolve().parents[1]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SHARED = ("engines", "cast", "fleet_of", "wheels")
+"""Fixtures of several files that take long to set up."""
 
 STARTED = time.monotonic()
 LONG_SECONDS = 300
@@ -43,18 +48,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(speed.measured())
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where workers share the tests, a file goes to one of them as a whole, and so do all files with the same engines:
-    each worker would start them for itself."""
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    for path, tests in files.items():
-        used = {name for item in tests for name in getattr(item, "fixturenames", ())}
-        group = next((name for name in SHARED_ENGINES if name in used), str(path))
-        for item in tests:
-            item.add_marker(pytest.mark.xdist_group(group))
+    each worker would start its own."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class BySetUp(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return next((name for name in SHARED if name in arguments_in(ROOT / path)), path)
+
+    return BySetUp(config, log)
+
+
+@functools.cache
+def arguments_in(path: Path) -> frozenset[str]:
+    """Of the functions there, fixtures among them."""
+    functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, FUNCTIONS))
+    return frozenset(argument.arg for function in functions for argument in function.args.args)
 
 
 def pytest_unconfigure() -> None:

@@ -63,13 +63,35 @@ def encode(state: RequestState) -> bytes:
 
 
 def encode_params(params: SamplingParams) -> msgspec.Raw:
-    """Sampling parameters without what only the prefill answers, and what is refused elsewhere: prompt logprobs, extra
-    arguments."""
+    """Sampling parameters without what only the prefill answers: prompt logprobs, where its KV cache comes from. Other
+    extra arguments are refused elsewhere."""
     params = params.clone()
     params.prompt_logprobs = None
     params.prompt_logprob_token_ids = None
     params.extra_args = None
     return msgspec.Raw(_encoder.encode(params))
+
+
+KV_PARAMETERS = "kv_transfer_params"
+"""Where vLLM keeps among the extra arguments of a request what KV connectors are told of it."""
+
+
+def prefilled_elsewhere(kv_parameters: object) -> bool:
+    """Whether these say that another engine has computed the prompt of the request. When that has been fetched, or is
+    lost, they have nothing more to say: the request goes on without them."""
+    if not isinstance(kv_parameters, dict):
+        return False
+    return "do_remote_prefill" in kv_parameters and not kv_parameters.get("do_remote_decode")
+
+
+def why_never(request: Any) -> str:
+    """Why vLLM's `EngineCoreRequest` can never be started again somewhere else; empty if it can."""
+    if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "its prompt is more than tokens"
+    extra = request.sampling_params.extra_args or {}
+    if extra.keys() - {KV_PARAMETERS} or (extra and not prefilled_elsewhere(extra[KV_PARAMETERS])):
+        return "it has parameters for this engine alone"
+    return ""
 
 
 def decode_state(data: bytes) -> RequestState:

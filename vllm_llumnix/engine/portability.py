@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_llumnix.engine.block_rows import Kind, kind_of
+from vllm_llumnix.engine.connectors import has_unknown_connector
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.process import boot_id
 from vllm_llumnix.kv.vllm_types import KVCacheGroup
+from vllm_llumnix.request_wire import KV_PARAMETERS, prefilled_elsewhere
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
 
@@ -83,6 +85,11 @@ class Subject:
     def begun(self) -> bool:
         """Whether the sampler may know it already: of one that waits, there is nothing yet that tokens do not tell."""
         return bool(self.request.num_computed_tokens or self.request.num_output_tokens)
+
+    @property
+    def kv_parameters(self) -> Any:
+        """What KV connectors are told of it; None for nothing."""
+        return self.request.kv_transfer_params or None
 
     @property
     def seeded(self) -> bool:
@@ -175,9 +182,20 @@ REFUSED_REQUESTS = (
         "prompt embeddings", lambda it: it.request.prompt_embeds is not None or it.request.prompt_token_ids is None
     ),
     RefusedRequest(
-        "KV transfer parameters", lambda it: bool(it.request.kv_transfer_params or it.request.ec_transfer_params)
+        "its KV cache is to be fetched from here by another engine (do_remote_decode)",
+        lambda it: isinstance(it.kv_parameters, dict) and bool(it.kv_parameters.get("do_remote_decode")),
     ),
-    RefusedRequest("extra arguments for custom logits processors", lambda it: bool(it.params.extra_args)),
+    RefusedRequest(
+        "KV transfer parameters other than those of a prompt that another engine has computed",
+        lambda it: (
+            bool(it.request.ec_transfer_params)
+            or (it.kv_parameters is not None and not prefilled_elsewhere(it.kv_parameters))
+        ),
+    ),
+    RefusedRequest(
+        "extra arguments for custom logits processors",
+        lambda it: bool((it.params.extra_args or {}).keys() - {KV_PARAMETERS}),
+    ),
     RefusedRequest(
         "a thinking token budget on the V1 runner, once it has begun",
         lambda it: it.params.thinking_token_budget is not None and not it.model_runner_v2 and it.begun,
@@ -258,10 +276,18 @@ KV_REFUSED_ENGINES = (
         "which of several states is the latest is known to the worker alone",
     ),
     RefusedEngine(
-        "another KV connector is configured (--kv-transfer-config)",
-        lambda engine: engine.scheduler.connector is not None,
-        "it has blocks of its own to fetch and to keep: prefill/decode disaggregation, CPU offloading, LMCache",
-        "`ExampleConnector`",
+        "a KV connector of which moves know nothing (--kv-transfer-config)",
+        lambda engine: has_unknown_connector(engine.scheduler),
+        "LMCache, Mooncake, one of your own; ask for it by its name, in an issue",
+        "one that is derived from `ExampleConnector`",
+    ),
+    RefusedEngine(
+        "states that change with every step beside a KV connector",
+        lambda engine: (
+            engine.scheduler.connector is not None
+            and Kind.STATE in [kind_of(group) for group in _kv_cache_groups(engine)]
+        ),
+        "connectors are told of states at other moments than of keys and values",
     ),
 )
 """Engines whose KV cache stays where it is. A worker whose memory no transport reads has a reason of its own."""

@@ -209,7 +209,9 @@ def test_it_does_not_come_back_too_early(model_dir: Path) -> None:
 @pytest.mark.parametrize("groups", [[full()], [full(), window(2 * BLOCK_SIZE)]], ids=["full", "a window beside"])
 async def test_nobody_writes_what_is_still_offloaded(model_dir: Path, depth: int, groups: Any) -> None:
     """Blocks of a request that has ended are given to one that comes, while the connector is to read them yet."""
-    loop = Loop(new_rig(model_dir, offloading(), num_blocks=7 * len(groups) + 10, groups=groups, asynchronous=depth > 1), depth)
+    loop = Loop(
+        new_rig(model_dir, offloading(), num_blocks=7 * len(groups) + 10, groups=groups, asynchronous=depth > 1), depth
+    )
     rig, kvconn = loop.rig, loop.kvconn
     assert kvconn is not None
     former = rig.add("former", num_prompt=PROMPT, max_tokens=3)

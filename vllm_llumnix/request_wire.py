@@ -76,12 +76,18 @@ KV_PARAMETERS = "kv_transfer_params"
 """Where vLLM keeps among the extra arguments of a request what KV connectors are told of it."""
 
 
-def prefilled_elsewhere(kv_parameters: object) -> bool:
-    """Whether these say that another engine has computed the prompt of the request. When that has been fetched, or is
-    lost, they have nothing more to say: the request goes on without them."""
-    if not isinstance(kv_parameters, dict):
-        return False
-    return "do_remote_prefill" in kv_parameters and not kv_parameters.get("do_remote_decode")
+def fetched_from_here(kv_parameters: object) -> bool:
+    """Whether another engine is to fetch the KV cache of a request with these."""
+    return isinstance(kv_parameters, dict) and bool(kv_parameters.get("do_remote_decode"))
+
+
+def may_be_lost(kv_parameters: object) -> bool:
+    """Whether a request goes on without these. They may say that another engine has computed its prompt: when that has
+    been fetched, or is lost, they have nothing more to say."""
+    if not kv_parameters:
+        return True
+    known = isinstance(kv_parameters, dict) and "do_remote_prefill" in kv_parameters
+    return known and not fetched_from_here(kv_parameters)
 
 
 def why_never(request: Any) -> str:
@@ -89,7 +95,7 @@ def why_never(request: Any) -> str:
     if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "its prompt is more than tokens"
     extra = request.sampling_params.extra_args or {}
-    if extra.keys() - {KV_PARAMETERS} or (extra and not prefilled_elsewhere(extra[KV_PARAMETERS])):
+    if extra.keys() - {KV_PARAMETERS} or not may_be_lost(extra.get(KV_PARAMETERS)):
         return "it has parameters for this engine alone"
     return ""
 

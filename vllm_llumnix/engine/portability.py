@@ -24,7 +24,7 @@ from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.process import boot_id
 from vllm_llumnix.kv.vllm_types import KVCacheGroup
-from vllm_llumnix.request_wire import KV_PARAMETERS, prefilled_elsewhere
+from vllm_llumnix.request_wire import KV_PARAMETERS, fetched_from_here, may_be_lost
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
 
@@ -85,11 +85,6 @@ class Subject:
     def begun(self) -> bool:
         """Whether the sampler may know it already: of one that waits, there is nothing yet that tokens do not tell."""
         return bool(self.request.num_computed_tokens or self.request.num_output_tokens)
-
-    @property
-    def kv_parameters(self) -> Any:
-        """What KV connectors are told of it; None for nothing."""
-        return self.request.kv_transfer_params or None
 
     @property
     def seeded(self) -> bool:
@@ -183,14 +178,11 @@ REFUSED_REQUESTS = (
     ),
     RefusedRequest(
         "its KV cache is to be fetched from here by another engine (do_remote_decode)",
-        lambda it: isinstance(it.kv_parameters, dict) and bool(it.kv_parameters.get("do_remote_decode")),
+        lambda it: fetched_from_here(it.request.kv_transfer_params),
     ),
     RefusedRequest(
         "KV transfer parameters other than those of a prompt that another engine has computed",
-        lambda it: (
-            bool(it.request.ec_transfer_params)
-            or (it.kv_parameters is not None and not prefilled_elsewhere(it.kv_parameters))
-        ),
+        lambda it: bool(it.request.ec_transfer_params) or not may_be_lost(it.request.kv_transfer_params),
     ),
     RefusedRequest(
         "extra arguments for custom logits processors",
@@ -384,6 +376,23 @@ in the middle of one. A stream of 4,096 tokens stands still for 1.7 to 1.8 gaps 
 1.84, gpt-oss 1.80, Qwen3-Next 1.69; the gaps of these small models are of 6 to 12 ms): `python -m benchmarks.models`.
 """
 
+_CONNECTORS = """
+## KV connectors
+
+A request moves beside vLLM's `ExampleConnector`, `NixlConnector` and `OffloadingConnector` (`--kv-offloading-size`),
+and beside a `MultiConnector` of these, with its KV cache. One that waits for what is being fetched or loaded stays
+until it is there (`not_started`); while a connector keeps blocks of a request that has ended or left, or copies them,
+that request does not come back (`handover_open`). The destination's connector has it as a new request that is computed
+already: it saves and offloads what has come. A prefix that it holds counts, as in vLLM, for who comes without KV cache.
+
+With prefill and decode on different engines, who decodes moves, or goes on elsewhere when its engine is lost, and needs
+what it was told of its prompt (`do_remote_prefill`) no more. Who was prefilled for another engine stays.
+
+Measured (`tests/integration/test_connectors.py`), in float32 with the tokens of an unmoved run: offloading, by a worker
+that copies with the CPU in the GPU's place, and saving, as a `MultiConnector`; NIXL, by which two engines prefill for
+each other while what they decode moves. vLLM's KV events of both engines name no block that is not there.
+"""
+
 _UNREADABLE = f"""\
 | KV memory that no transport reads | layouts that scatter a page, several allocations, pages in \
 host memory beside a GPU, devices other than CPU and CUDA | {Evidence.BY_READING} |"""
@@ -429,7 +438,7 @@ def render() -> str:
     lines += ["", _KINDS, "", _TOKENS_ALONE, "| engine | such as | measured |", "|---|---|---|"]
     lines += [f"| {row.reason} | {row.because} | {row.measured or Evidence.BY_READING} |" for row in KV_REFUSED_ENGINES]
     lines += [f"| {ELSEWHERE} | Ray, `--nnodes` | {Evidence.BY_READING} |", _UNREADABLE]
-    return "\n".join([*lines, _DRAFTS + _THE_MARK])
+    return "\n".join([*lines, _CONNECTORS + _DRAFTS + _THE_MARK])
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from llumlet.block_hashes import held_names
 from llumlet.client import LlumletClient
 from llumlet.types import CachedPrefixRequest
 from tests.exactness.test_matrix import held_by
+from tests.integration.test_lost_owner import engine_of
 from tests.integration.test_prefix_cache import cached_tokens
 from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
@@ -70,16 +71,17 @@ class Pair(NamedTuple):
     a: Server
     b: Server
     events: tuple[str, str]
-    """Where each publishes vLLM's KV events."""
+    """Whither each sends vLLM's KV events."""
 
 
 @contextlib.contextmanager
 def two(log_dir: Path, model: Path, connector: dict[str, Any], **env: str) -> Iterator[Pair]:
-    name, ports = log_dir.name, (free_port(), free_port())
+    name, ports, llumlets = log_dir.name, (free_port(), free_port()), (free_port(), free_port())
     specs = []
-    for one, port in zip("ab", ports, strict=True):
+    for one, port, llumlet, peer in zip("ab", ports, llumlets, llumlets[::-1], strict=True):
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}"}
         flags = ("--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(events))
+        flags += ("--llumlet-port", str(llumlet), "--llumlet-peers", f"127.0.0.1:{peer}")
         side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
         specs.append(
             ServerSpec(
@@ -128,12 +130,13 @@ async def there_and_back(pair: Pair, stream: Stream) -> None:
 
 
 async def move_live(source: Server, destination: Server, stream: Stream) -> None:
-    """A connector may still be copying what was computed where the request comes back to: then again."""
-    for _ in range(20):
+    """A connector may still be copying what was computed where the request comes back to, or another one be on its way
+    there: then again."""
+    for _ in range(40):
         move = await move_stream(source, destination, stream, force=True)
-        if move.reason != "handover_open":
+        if move.reason not in ("handover_open", "destination_busy"):
             break
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
     assert (move.phase, move.mode) == ("moved", "live"), move
 
 
@@ -203,18 +206,17 @@ class Follower:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.subscribe(b"")
         self._socket.setsockopt(zmq.RCVTIMEO, 100)
-        self._socket.connect(endpoint)
+        self._socket.bind(endpoint)  # vLLM connects
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
-        kinds = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved])
         while not self._ended.is_set():
             with contextlib.suppress(zmq.Again):
                 _, _, payload = self._socket.recv_multipart()
-                for event in kinds.decode(msgspec.msgpack.encode(decoder.decode(payload).events)):
+                for event in decoder.decode(payload).events:
                     self._hear(event)
 
     def _hear(self, event: BlockStored | BlockRemoved) -> None:
@@ -269,8 +271,10 @@ async def test_kv_events_stay_true(offloads: Pair) -> None:
     async with following(offloads) as followers, Client(a.base_url) as client, Client(b.base_url) as there:
         for server, one in ((a, client), (b, there)):
             # Until the follower is connected.
-            while not followers[server].num_events:
+            for _ in range(100):
                 await (await one.complete([7] * 40, 1, cache_salt=uuid.uuid4().hex)).result()
+                if followers[server].num_events:
+                    break
             await followers[server].heard_all()
             followers[server].believed.clear()
         for number in range(3):
@@ -349,3 +353,16 @@ async def test_who_is_to_be_fetched_stays(nixl: Pair) -> None:
         await stream.disconnect()
     assert (move.phase, move.reason, move.detail) == ("stayed", "not_portable", why)
     await wait_idle(nixl.a)
+
+
+@NIXL
+async def test_the_engine_that_decodes_is_lost(nixl: Pair) -> None:
+    """The last story of these two: one dies. The prompt is computed again where the request goes on."""
+    async with Client(nixl.a.base_url) as at_a, Client(nixl.b.base_url) as at_b:
+        prompt = PROMPT[::2]
+        expected = await (await at_a.complete(prompt, LENGTH, **GREEDY, cache_salt="alone")).result()
+        parameters = await prefilled(nixl.a, prompt)
+        stream = await at_b.complete(prompt, LENGTH, **GREEDY, kv_transfer_params=parameters)
+        await stream.wait_for(AT)
+        engine_of(nixl.b).kill()
+        assert (await stream.result()).token_ids == expected.token_ids

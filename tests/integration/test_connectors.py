@@ -37,8 +37,8 @@ pytestmark = pytest.mark.asyncio
 
 SIZE = 32
 PROMPT = [100 + index * 41 % 900 for index in range(270)]
-LENGTH = 600
-AT = 30
+LENGTH = 300
+AT = 20
 GREEDY: dict[str, Any] = {"ignore_eos": True}
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NIXL = pytest.mark.skipif(not HAS_NIXL, reason="nixl is not installed")
@@ -277,12 +277,12 @@ async def test_kv_events_stay_true(offloads: Pair) -> None:
                     break
             await followers[server].heard_all()
             followers[server].believed.clear()
-        for number in range(3):
+        for number in range(2):
             for one in (client, there):
                 filler = [200 + (number * 97 + index * 13) % 700 for index in range(600)]
                 await (await one.complete(filler, 4, **GREEDY)).result()
             prompt = [100 + (index * 29 + number * 401) % 900 for index in range(500)]
-            stream = await client.complete(prompt, 400, **GREEDY)
+            stream = await client.complete(prompt, 200, **GREEDY)
             await held_by(a, stream, AT)
             await move_live(a, b, stream)
             await stream.wait_for(AT + 20)
@@ -316,7 +316,7 @@ async def test_prefill_and_decode_while_requests_move(nixl: Pair) -> None:
     """Both engines prefill for each other, and what they decode moves on: once and back, with the tokens of a stream
     that one engine has computed alone."""
     a, b = nixl[:2]
-    prompts = [[100 + (index * 31 + number * 77) % 900 for index in range(200)] for number in range(4)]
+    prompts = [[100 + (index * 31 + number * 77) % 900 for index in range(200)] for number in range(2)]
     async with Client(a.base_url) as at_a, Client(b.base_url) as at_b:
         expected = [await (await at_a.complete(it, LENGTH, **GREEDY, cache_salt="alone")).result() for it in prompts]
 
@@ -327,11 +327,11 @@ async def test_prefill_and_decode_while_requests_move(nixl: Pair) -> None:
             return await stream.result()
 
         loaded = [await transferred(client) for client in (at_a, at_b)]
-        ways = [(0, a, b, at_b), (1, b, a, at_a), (2, a, b, at_b), (3, b, a, at_a)]
+        ways = [(0, a, b, at_b), (1, b, a, at_a)]
         done = await asyncio.gather(*(decode(*way) for way in ways))
         assert [stream.token_ids for stream in done] == [stream.token_ids for stream in expected]
         now = [await transferred(client) for client in (at_a, at_b)]
-    assert [after - before for before, after in zip(loaded, now, strict=True)] == [2, 2]
+    assert [after - before for before, after in zip(loaded, now, strict=True)] == [1, 1]
     for server in (a, b):
         await wait_idle(server, 60)
 

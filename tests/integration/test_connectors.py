@@ -277,7 +277,7 @@ async def test_kv_events_stay_true(offloads: Pair) -> None:
                     break
             await followers[server].heard_all()
             followers[server].believed.clear()
-        for number in range(2):
+        for number in range(3):
             for one in (client, there):
                 filler = [200 + (number * 97 + index * 13) % 700 for index in range(600)]
                 await (await one.complete(filler, 4, **GREEDY)).result()

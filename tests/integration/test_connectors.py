@@ -29,6 +29,7 @@ from tests.integration.test_lost_owner import engine_of
 from tests.integration.test_prefix_cache import cached_tokens
 from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
+from tests.support.failures import failure
 from tests.support.harness import SERVED_NAME, Fleet, Server, ServerSpec, free_port
 from tests.support.moves import move_stream
 from tests.support.offload_on_cpu import offload_on_cpu
@@ -355,6 +356,11 @@ async def test_who_is_to_be_fetched_stays(nixl: Pair) -> None:
     await wait_idle(nixl.a)
 
 
+@failure(
+    "an engine dies that decodes what another one has prefilled",
+    "the prompt has been fetched",
+    "the prompt is computed again where the request goes on",
+)
 @NIXL
 async def test_the_engine_that_decodes_is_lost(nixl: Pair) -> None:
     """The last story of these two: one dies. The prompt is computed again where the request goes on."""

@@ -69,7 +69,8 @@ def arguments_in(path: Path) -> frozenset[str]:
 
 
 def pytest_unconfigure() -> None:
-    faulthandler.dump_traceback_later(END_SECONDS, exit=True)
+    if not is_worker():  # which waits for the others
+        faulthandler.dump_traceback_later(END_SECONDS, exit=True)
 
 
 @pytest.fixture(scope="session")

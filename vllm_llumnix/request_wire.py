@@ -62,18 +62,43 @@ def encode(state: RequestState) -> bytes:
     return _encoder.encode(state)
 
 
-CONNECTOR_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
-"""Extra arguments that tell one engine where another one's blocks or features lie."""
+KV_PARAMETERS, EC_PARAMETERS = CONNECTOR_ARGS = "kv_transfer_params", "ec_transfer_params"
+"""Where vLLM keeps among the extra arguments of a request what KV and encoder-cache connectors are told of it."""
 
 
 def encode_params(params: SamplingParams) -> msgspec.Raw:
-    """Sampling parameters without what only the prefill answers and what concerns one engine alone."""
+    """Sampling parameters without what only the prefill answers, and what one engine alone was told: of where blocks
+    lie, or features."""
     params = params.clone()
     params.prompt_logprobs = None
     params.prompt_logprob_token_ids = None
     if params.extra_args is not None:
         params.extra_args = {name: value for name, value in params.extra_args.items() if name not in CONNECTOR_ARGS}
     return msgspec.Raw(_encoder.encode(params))
+
+
+def fetched_from_here(kv_parameters: object) -> bool:
+    """Whether another engine is to fetch the KV cache of a request with these."""
+    return isinstance(kv_parameters, dict) and bool(kv_parameters.get("do_remote_decode"))
+
+
+def may_be_lost(kv_parameters: object) -> bool:
+    """Whether a request goes on without these. They may say that another engine has computed its prompt: when that has
+    been fetched, or is lost, they have nothing more to say."""
+    if not kv_parameters:
+        return True
+    known = isinstance(kv_parameters, dict) and "do_remote_prefill" in kv_parameters
+    return known and not fetched_from_here(kv_parameters)
+
+
+def why_never(request: Any) -> str:
+    """Why vLLM's `EngineCoreRequest` can never be started again somewhere else; empty if it can."""
+    if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "its prompt is more than tokens"
+    extra = request.sampling_params.extra_args or {}
+    if extra.get(EC_PARAMETERS) or not may_be_lost(extra.get(KV_PARAMETERS)):
+        return "it has parameters for this engine alone"
+    return ""
 
 
 def decode_state(data: bytes) -> RequestState:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
@@ -72,6 +73,8 @@ def begun(*, num_computed: int = 0, **parameters: Any) -> Request:
     return made
 
 
+FETCHED_FROM_HERE = "its KV cache is to be fetched from here by another engine (do_remote_decode)"
+OTHER_PARAMETERS = "KV transfer parameters other than those of a prompt that another engine has computed"
 IMAGE = MultiModalFeatureSpec(None, "image", "some-image", PlaceholderRange(offset=0, length=2))
 
 REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
@@ -80,8 +83,15 @@ REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
     ("streaming input", request(more={"resumable": True}), CPU),
     ("multimodal input", request(more={"mm_features": [IMAGE]}), CPU),
     ("prompt embeddings", request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8)}), CPU),
-    ("KV transfer parameters", request(extra_args={"kv_transfer_params": {"x": 1}}), CPU),
-    ("KV transfer parameters", request(extra_args={"ec_transfer_params": {"x": 1}}), CPU),
+    (FETCHED_FROM_HERE, request(extra_args={"kv_transfer_params": {"do_remote_decode": True}}), CPU),
+    (
+        FETCHED_FROM_HERE,
+        request(extra_args={"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}),
+        CPU,
+    ),
+    (OTHER_PARAMETERS, request(extra_args={"kv_transfer_params": {"max_load_tokens": 1}}), CPU),
+    (OTHER_PARAMETERS, request(extra_args={"kv_transfer_params": "anything"}), CPU),
+    (OTHER_PARAMETERS, request(extra_args={"ec_transfer_params": {"x": 1}}), CPU),
     (
         "a thinking token budget with speculative decoding on the V1 runner, once it has begun",
         begun(thinking_token_budget=9),
@@ -113,6 +123,7 @@ def test_refused_requests(reason: str, asked: Request, engine: dict[str, Any]) -
         (begun(seed=1), CUDA | V2),
         (begun(seed=1), CUDA | V2 | SPEC_DECODE),
         (begun(seed=1, temperature=0.0), CUDA),
+        (begun(extra_args={"kv_transfer_params": {"do_remote_prefill": False, "remote_host": "there"}}), CPU),
         # They wait.
         (request(thinking_token_budget=9), CPU | SPEC_DECODE),
         (request(seed=1), CUDA),
@@ -141,6 +152,11 @@ def _connector(engine: Any) -> None:
     engine.scheduler.connector = object()
 
 
+def _connector_beside_states(engine: Any) -> None:
+    _one_more_group(engine, states("align", 32))
+    engine.scheduler.connector = ExampleConnector.__new__(ExampleConnector)
+
+
 def _encoder(engine: Any) -> None:
     engine.vllm_config.model_config.is_encoder_decoder = True
 
@@ -160,7 +176,8 @@ def _sampling_mask(engine: Any) -> None:
 KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "a KV cache of another kind than attention, windows and states": _compressed,
     "states that change with every step beside speculative decoding": _states_of_drafts,
-    "another KV connector is configured (--kv-transfer-config)": _connector,
+    "a KV connector of which moves know nothing (--kv-transfer-config)": _connector,
+    "states that change with every step beside a KV connector": _connector_beside_states,
 }
 
 UNSUPPORTED: dict[str, Callable[[Any], None]] = {

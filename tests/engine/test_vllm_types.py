@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import pytest
 from vllm.config import LoRAConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.engine import core
 from vllm.v1.executor.abstract import Executor
@@ -43,7 +45,8 @@ def test_the_scheduler_and_what_hangs_on_it(model_dir: Path, asynchronous: bool)
         vllm_types.Request: request,
     }
     assert not set().union(*(missing(protocol, instance, OURS) for protocol, instance in found.items()))
-    assert protocols_of(vllm_types) == found.keys() | {vllm_types.Engine, vllm_types.Executor}
+    elsewhere = {vllm_types.Engine, vllm_types.Executor, vllm_types.Connector}
+    assert protocols_of(vllm_types) == found.keys() | elsewhere
 
 
 @pytest.mark.parametrize("kind", [FCFSRequestQueue, PriorityRequestQueue])
@@ -54,6 +57,11 @@ def test_queues_of_both_kinds(kind: type) -> None:
 def test_the_engine_and_its_executor() -> None:
     assert not missing(vllm_types.Engine, core.DPEngineCoreProc)
     assert not missing(vllm_types.Executor, Executor)
+
+
+def test_connectors() -> None:
+    assert not missing(vllm_types.Connector, KVConnectorBase_V1, {"sub_connectors"})
+    assert not missing(vllm_types.Connector, MultiConnector)
 
 
 def test_what_is_missing_is_found() -> None:

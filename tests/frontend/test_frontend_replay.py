@@ -349,9 +349,10 @@ async def test_without_another_engine_a_stopped_one_keeps_its_stream(
     "changes",
     [
         {"sampling_params": SamplingParams(prompt_logprobs=1)},
-        {"sampling_params": SamplingParams(extra_args={"kv_transfer_params": {"x": 1}})},
+        {"sampling_params": SamplingParams(extra_args={"ec_transfer_params": {"x": 1}})},
+        {"sampling_params": SamplingParams(extra_args={"kv_transfer_params": {"do_remote_decode": True}})},
     ],
-    ids=["prompt logprobs", "KV transfer"],
+    ids=["prompt logprobs", "encoder cache", "to be fetched"],
 )
 async def test_what_cannot_be_replayed_ends_with_an_error_when_its_engine_is_gone(
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent, changes: dict[str, Any]

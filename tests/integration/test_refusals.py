@@ -26,11 +26,12 @@ from tests.support.failures import failure
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.model import PRESETS, build
 from tests.support.moves import Move, migrate, move_stream
+from tests.support.offload_on_cpu import offload_on_cpu
 
 pytestmark = pytest.mark.asyncio
 
 PROMPT = list(range(100, 180))
-CONNECTOR = "another KV connector is configured (--kv-transfer-config)"
+CONNECTOR = "a KV connector of which moves know nothing (--kv-transfer-config)"
 LONG = [100 + index * 7 % 900 for index in range(900)]
 GREEDY: dict[str, Any] = {"ignore_eos": True}
 UNHURT_S = 2.0
@@ -54,7 +55,7 @@ class Strange(NamedTuple):
     blocks: Server
     """Of another block size."""
     connector: Server
-    """With a KV connector. Not the offloading one, which does not start on CPUs."""
+    """With a KV connector of its own."""
 
 
 async def stays_and_goes_on(source: Server, destination: Server, prompt: list[int] = PROMPT, length: int = 400) -> Move:
@@ -301,14 +302,17 @@ async def test_destination_without_a_slot_and_paused(engines: Engines, conserved
 @pytest.fixture(scope="module")
 def strange(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Strange]:
     connector = {
-        "kv_connector": "ExampleConnector",
+        "kv_connector": "OwnConnector",
+        "kv_connector_module_path": "offload_on_cpu",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("kv"))},
     }
     specs = Strange(
         weights=ServerSpec(build(dataclasses.replace(PRESETS["tiny"], seed=99))),
         blocks=ServerSpec(model_dir, block_size=64),
-        connector=ServerSpec(model_dir, flags=("--kv-transfer-config", json.dumps(connector))),
+        connector=ServerSpec(
+            model_dir, flags=("--kv-transfer-config", json.dumps(connector)), env=offload_on_cpu.ENVIRONMENT
+        ),
     )
     named = [dataclasses.replace(spec, name=name, instance_id=name) for name, spec in specs._asdict().items()]
     with Fleet(log_dir / "strange") as fleet:
@@ -327,7 +331,7 @@ async def test_another_model_and_another_block_size(engines: Engines, conserved:
         await wait_idle(other)
 
 
-async def test_another_kv_connector(engines: Engines, conserved: object, strange: Strange) -> None:
+async def test_a_kv_connector_of_ones_own(engines: Engines, conserved: object, strange: Strange) -> None:
     """Its KV cache stays where it is; said in the answer of `Migrate` and in `llumnix ps`. Its tokens move."""
     source, why = strange.connector, CONNECTOR
     async with Client(source.base_url) as client:

@@ -105,6 +105,7 @@ class Adoptions:
             raise Refused(Reason.HANDOVER_OPEN, "the request is here already, or on its way")
         self.loop.load_adapter(request)
         request.status = RequestStatus.WAITING
+        self.loop.port.connectors.as_new(request)
         scheduler.add_request(request)
         scheduler.waiting.remove_requests([request])  # from its end, where new ones go
         queue_in_turn(scheduler, request)

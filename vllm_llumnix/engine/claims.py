@@ -26,7 +26,7 @@ from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
 from vllm_llumnix.engine.block_rows import ids_of
 from vllm_llumnix.engine.loop import EngineLoop
-from vllm_llumnix.engine.request_state import residence_of, why_not_now
+from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.scheduler_port import Pin
 from vllm_llumnix.engine.vllm_types import Request
 
@@ -153,7 +153,7 @@ class Claims:
         return on.ClaimRequested(
             epoch=epoch,
             in_model=True,
-            problem=why_not_now(request),
+            problem=self._port.why_not_now(request),
             present=residence.epoch if residence is not None else None,
             # A step that hangs may have changed a state, and may yet.
             has_cache=request.status == RequestStatus.RUNNING

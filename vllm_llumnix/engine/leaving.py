@@ -8,7 +8,7 @@ from collections.abc import Callable
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.loop import Leaving
-from vllm_llumnix.engine.request_state import Residence, state_of, why_not_now
+from vllm_llumnix.engine.request_state import Residence, state_of
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin
 from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import has_kv, why_request_not_portable
@@ -67,7 +67,7 @@ class LeavingRequest(Leaving):
     def freeze(self, with_kv: bool, stays_with_kv: str) -> None:
         """Raises Refused. `with_kv`: its blocks are to be copied. `stays_with_kv`: why it stays if it has any; empty if
         it may leave them."""
-        if (problem := why_not_now(self.request)) is not None:
+        if (problem := self._port.why_not_now(self.request)) is not None:
             raise Refused(*problem)
         if (why := why_request_not_portable(self.request, self._context.identity)) is not None:
             raise Refused(Reason.NOT_PORTABLE, why)

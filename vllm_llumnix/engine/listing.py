@@ -20,7 +20,7 @@ from llumlet.types import (
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.incoming import IncomingMove
-from vllm_llumnix.engine.request_state import residence_of, why_not_now
+from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import Way, has_kv, mode_of, way_of
 
@@ -45,7 +45,7 @@ class Listing:
             raise Refused(Reason.NOT_STARTED, "it has not produced a token here yet")
         if self._trials.has(request):
             raise Refused(Reason.NOT_STARTED, "it is on trial here: its last engine may have died of it")
-        if (problem := why_not_now(request)) is not None:
+        if (problem := self._port.why_not_now(request)) is not None:
             raise Refused(*problem)
         return way
 

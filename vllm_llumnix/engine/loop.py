@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
 import functools
 import logging
 from collections import deque
@@ -92,6 +93,16 @@ class Leaving(abc.ABC):
         """Called once, when the request was "finished", "aborted" or "preempted" by its own engine."""
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Fence:
+    """`answer` is called when the scheduler has made its step number `step`, and all batches that were in flight by
+    then have been processed."""
+
+    answer: Callable[[], None]
+    step: int
+    batches: list[Any] | None = None
+
+
 class EngineLoop:
     """The loop of one engine. `thread` is the llumlet's. See the module docstring for which thread calls what."""
 
@@ -122,8 +133,7 @@ class EngineLoop:
         """Relays of our own front-end; the engine's relay has met them, and keeps to them."""
         self._audit_due = False
         self._commands: deque[Callable[[], None]] = deque()
-        self._fences: deque[tuple[list[Any], Callable[[], None]]] = deque()
-        """Batches in flight, and what is answered when none of them is any more."""
+        self._fences: deque[_Fence] = deque()
         self._leaving: dict[str, Leaving] = {}
         self._aborted: deque[str] = deque(maxlen=4096)
         self._outputs: list[tuple[int, EngineCoreOutputs]] = []
@@ -258,13 +268,16 @@ class EngineLoop:
         self.port.load.moving(leaving.request.request_id, True)
 
     def require_out_of_flight(self, request_id: str) -> None:
-        """Loop thread: raises Refused(handover_open) while a step computes a token for a former life of the request.
+        """Loop thread: raises Refused(handover_open) while a step computes a token for a former life of the request,
+        or a KV connector works for that.
 
         vLLM would give that token to the life that is here when the step ends.
         """
         batches = self.engine.batch_queue or ()
         if any(request_id in scheduled.num_scheduled_tokens for _, scheduled, _ in batches):
             raise Refused(Reason.HANDOVER_OPEN, "a step in flight still works on a former life of the request")
+        if (why := self.port.connectors.why_not_back(request_id)) is not None:
+            raise Refused(Reason.HANDOVER_OPEN, why)
 
     def unwatch(self, request_id: str) -> None:
         if self._leaving.pop(request_id, None) is not None:
@@ -364,23 +377,29 @@ class EngineLoop:
 
         With several batches in flight vLLM gives the blocks of a request back while a step still writes them: whoever
         gets them next through the model writes them behind that step. Movers do not wait for the model, so the result
-        comes when all steps that were in flight as the blocks were taken have been processed. Later ones know of no
-        former owner. `behind_outputs` as in `call_behind_outputs`.
+        comes when all steps that were in flight as the blocks were taken have been processed, and one more where a KV
+        connector is to let go of them. Later ones know of no former owner. `behind_outputs` as in
+        `call_behind_outputs`.
         """
         return self._call(function, args, functools.partial(self._fence, self._queue if behind_outputs else _at_once))
 
     def _fence(self, deliver: Callable[[Callable[[], None]], None], answer: Callable[[], None]) -> None:
-        in_flight = list(self.engine.batch_queue or ())
-        if in_flight:
-            self._fences.append((in_flight, functools.partial(deliver, answer)))
+        fence = _Fence(functools.partial(deliver, answer), self.port.connectors.quiet_from)
+        if self._is_passed(fence):
+            fence.answer()
         else:
-            deliver(answer)
+            self._fences.append(fence)
 
     def _pass_fences(self) -> None:
+        while self._fences and self._is_passed(self._fences[0]):
+            self._fences.popleft().answer()
+
+    def _is_passed(self, fence: _Fence) -> bool:
         """Batches leave the queue in order, and have been processed when they have."""
+        if fence.batches is None and self.port.scheduler.current_step >= fence.step:
+            fence.batches = list(self.engine.batch_queue or ())
         in_flight = {id(batch) for batch in self.engine.batch_queue or ()}
-        while self._fences and in_flight.isdisjoint(map(id, self._fences[0][0])):
-            self._fences.popleft()[1]()
+        return fence.batches is not None and in_flight.isdisjoint(map(id, fence.batches))
 
     def _queue(self, answer: Callable[[], None]) -> None:
         """Have the output thread answer, behind the outputs that are on their way."""
@@ -399,8 +418,9 @@ class EngineLoop:
                 answer = functools.partial(result.set_result, function(*args))
             except Exception as error:  # noqa: BLE001 - crosses to the awaiting thread
                 answer = functools.partial(result.set_exception, error)
-            # Before anybody who asks for the status can know that it was done.
+            # Before anybody who asks can know that it was done.
             self.port.load.blocks_changed()
+            self.port.publish_cache_events()
             deliver(answer)
 
         self._commands.append(run)

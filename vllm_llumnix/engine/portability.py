@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_llumnix.engine.block_rows import Kind, kind_of
+from vllm_llumnix.engine.connectors import has_unknown_connector
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.process import boot_id
 from vllm_llumnix.kv.vllm_types import KVCacheGroup
+from vllm_llumnix.request_wire import fetched_from_here, may_be_lost
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
 
@@ -195,7 +197,12 @@ REFUSED_REQUESTS = (
         "prompt embeddings", lambda it: it.request.prompt_embeds is not None or it.request.prompt_token_ids is None
     ),
     RefusedRequest(
-        "KV transfer parameters", lambda it: bool(it.request.kv_transfer_params or it.request.ec_transfer_params)
+        "its KV cache is to be fetched from here by another engine (do_remote_decode)",
+        lambda it: fetched_from_here(it.request.kv_transfer_params),
+    ),
+    RefusedRequest(
+        "KV transfer parameters other than those of a prompt that another engine has computed",
+        lambda it: bool(it.request.ec_transfer_params) or not may_be_lost(it.request.kv_transfer_params),
     ),
     RefusedRequest(
         "a thinking token budget with speculative decoding on the V1 runner, once it has begun",
@@ -276,10 +283,18 @@ KV_REFUSED_ENGINES = (
         "which of several states is the latest is known to the worker alone",
     ),
     RefusedEngine(
-        "another KV connector is configured (--kv-transfer-config)",
-        lambda engine: engine.scheduler.connector is not None,
-        "it has blocks of its own to fetch and to keep: prefill/decode disaggregation, CPU offloading, LMCache",
-        "`ExampleConnector`",
+        "a KV connector of which moves know nothing (--kv-transfer-config)",
+        lambda engine: has_unknown_connector(engine.scheduler),
+        "LMCache, Mooncake, one of your own; ask for it by its name, in an issue",
+        "one that is derived from `ExampleConnector`",
+    ),
+    RefusedEngine(
+        "states that change with every step beside a KV connector",
+        lambda engine: (
+            engine.scheduler.connector is not None
+            and Kind.STATE in [kind_of(group) for group in _kv_cache_groups(engine)]
+        ),
+        "connectors are told of states at other moments than of keys and values",
     ),
 )
 """Engines whose KV cache stays where it is. A worker whose memory no transport reads has a reason of its own."""
@@ -379,6 +394,23 @@ in the middle of one. A stream of 4,096 tokens stands still for 1.7 to 1.8 gaps 
 1.84, gpt-oss 1.80, Qwen3-Next 1.69; the gaps of these small models are of 6 to 12 ms): `python -m benchmarks.models`.
 """
 
+_CONNECTORS = """
+## KV connectors
+
+A request moves beside vLLM's `ExampleConnector`, `NixlConnector` and `OffloadingConnector` (`--kv-offloading-size`),
+and beside a `MultiConnector` of these, with its KV cache. One that waits for what is being fetched or loaded stays
+until it is there (`not_started`); while a connector keeps blocks of a request that has ended or left, or copies them,
+that request does not come back (`handover_open`). The destination's connector has it as a new request that is computed
+already: it saves and offloads what has come. A prefix that it holds counts, as in vLLM, for who comes without KV cache.
+
+With prefill and decode on different engines, who decodes moves, or goes on elsewhere when its engine is lost, and needs
+what it was told of its prompt (`do_remote_prefill`) no more. Who was prefilled for another engine stays.
+
+Measured (`tests/integration/test_connectors.py`), in float32 with the tokens of an unmoved run: offloading, by a worker
+that copies with the CPU in the GPU's place, and saving, as a `MultiConnector`; NIXL, by which two engines prefill for
+each other while what they decode moves. vLLM's KV events of both engines name no block that is not there.
+"""
+
 _UNREADABLE = f"""\
 | KV memory that no transport reads | layouts that scatter a page, several allocations, pages in \
 host memory beside a GPU, devices other than CPU and CUDA | {Evidence.BY_READING} |"""
@@ -424,7 +456,7 @@ def render() -> str:
     lines += ["", _KINDS, "", _TOKENS_ALONE, "| engine | such as | measured |", "|---|---|---|"]
     lines += [f"| {row.reason} | {row.because} | {row.measured or Evidence.BY_READING} |" for row in KV_REFUSED_ENGINES]
     lines += [f"| {ELSEWHERE} | Ray, `--nnodes` | {Evidence.BY_READING} |", _UNREADABLE]
-    return "\n".join([*lines, _DRAFTS + _THE_MARK])
+    return "\n".join([*lines, _CONNECTORS + _DRAFTS + _THE_MARK])
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def decode_params(state: RequestState, config: VllmConfig, tokenizer: Any) -> Sa
 
 def _check_extra_args(extra: dict[str, Any]) -> None:
     """Raises Refused(invalid_request) for what no client can have sent in JSON, and for what does not travel."""
-    if CONNECTOR_ARGS & extra.keys():
+    if extra.keys() & {*CONNECTOR_ARGS}:
         raise Refused(Reason.INVALID_REQUEST, "parameters of a KV or encoder-cache transfer, which do not travel")
     pending: list[Any] = [extra]
     while pending:

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.block_rows import BlockRows, ids_of, present
+from vllm_llumnix.engine.connectors import Connectors
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.turns import queue_in_turn
@@ -39,13 +40,21 @@ class Reserved:
 
 
 class Reservations:
-    """The reservations at one scheduler. `load` and `newcomers` hear of requests that it is given."""
+    """The reservations at one scheduler. `load`, `newcomers` and `connectors` hear of requests that it is given."""
 
-    def __init__(self, scheduler: Scheduler, rows: BlockRows, load: LoadCounters, newcomers: Newcomers) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rows: BlockRows,
+        load: LoadCounters,
+        newcomers: Newcomers,
+        connectors: Connectors,
+    ) -> None:
         self._scheduler = scheduler
         self._rows = rows
         self._load = load
         self._newcomers = newcomers
+        self._connectors = connectors
         self._manager = scheduler.kv_cache_manager
         self._pool = scheduler.kv_cache_manager.block_pool
         self._managers: Sequence[GroupManager] = self._manager.coordinator.single_type_managers
@@ -168,6 +177,7 @@ class Reservations:
             self._rows.seat_states(request, computed_tokens)
         if computed_tokens and not self._extend(request, request.num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no block left for the next token")
+        self._connectors.meet(request)
         request.events.clear()
         request.status = RequestStatus.WAITING
         self._give_slot_back(request)
@@ -299,7 +309,12 @@ class Reservations:
         )
         for manager, before in zip(self._managers, recorded, strict=True):
             del manager.new_block_ids[before:]
-        return allocated is not None
+        if allocated is None:
+            return False
+        tables = self._manager.get_blocks(request.request_id).blocks
+        own = [block for table in tables for block in present(table) if block.block_hash is None]
+        self._connectors.give_out(ids_of(own))
+        return True
 
     def _publish(self, request: Request, computed_tokens: int) -> None:
         """What has arrived is cache, and what is behind it as new as any block that vLLM gives out. A state is no

@@ -21,6 +21,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
@@ -30,6 +31,7 @@ from vllm_llumnix.engine.ageing import Ageing
 from vllm_llumnix.engine.block_rows import BlockRows, ids_of, present
 from vllm_llumnix.engine.cached_blocks import CachedBlocks
 from vllm_llumnix.engine.computed_tokens import computed_tokens_of
+from vllm_llumnix.engine.connectors import Connectors
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.request_state import why_not_now
@@ -92,7 +94,8 @@ class SchedulerPort:
         self.newcomers = Newcomers(scheduler)
         self._ageing = Ageing(scheduler, ageing_s)
         self.rows = BlockRows(scheduler)
-        self.reservations = Reservations(scheduler, self.rows, self.load, self.newcomers)
+        self.connectors = Connectors(scheduler)
+        self.reservations = Reservations(scheduler, self.rows, self.load, self.newcomers, self.connectors)
         self.shortage = Shortage(scheduler, self.load.num_preemptions, holds=self.rows.is_simple)
         self.shortage.on_change = self.load.touch
         self.kv_cache_manager = scheduler.kv_cache_manager
@@ -114,6 +117,12 @@ class SchedulerPort:
     def capacity_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
+    def publish_cache_events(self) -> None:
+        """Have vLLM's KV events of what was done between two steps published now. vLLM publishes at the end of a step,
+        and the next one may be long in coming: followers would believe in blocks that are already written anew."""
+        if events := self.kv_cache_manager.take_events():
+            self.scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
+
     def audit_idle(self) -> list[str]:
         """What is wrong with the block pool while nobody holds a block; nothing if somebody may."""
         if self.scheduler.requests or len(self.reservations) or self._num_pins:
@@ -131,12 +140,16 @@ class SchedulerPort:
             raise Refused(Reason.UNKNOWN_REQUEST, f"no request {request_id} here")
         return request
 
+    def why_not_now(self, request: Request) -> tuple[Reason, str] | None:
+        """Why this request cannot be moved at this moment; None if it can."""
+        return why_not_now(request) or self.connectors.why_not_now(request)
+
     def frontier(self, request: Request, from_block: int, known_output: int) -> Frontier:
         """Pin the final full rows from `from_block` on; tokens from output index `known_output` on come along.
 
         Raises Refused when the request cannot be copied at this moment.
         """
-        if (problem := why_not_now(request)) is not None:
+        if (problem := self.why_not_now(request)) is not None:
             raise Refused(*problem)
         final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         frontier_blocks = final_tokens // self.rows.size
@@ -254,8 +267,11 @@ class SchedulerPort:
         return any(request.request_id not in self._frozen for request in scheduler.running)
 
     def only_frozen(self) -> bool:
-        """Whether every request of this engine is frozen, so that a step would compute nothing."""
-        return bool(self._frozen) and not self.scheduler.finished_req_ids and not self.has_runnable()
+        """Whether every request of this engine is frozen, so that a step would compute nothing and tell nobody
+        anything."""
+        if not self._frozen or self.scheduler.finished_req_ids or self.has_runnable():
+            return False
+        return not self.connectors.have_work()
 
     def _park(self, request: Request) -> None:
         """Take a queued request off the queue; it is still one of the scheduler's requests."""

@@ -198,7 +198,11 @@ SEAMS = Seams(
         "vLLM's priorities age",
         "tests/engine/test_ageing.py",
     ),
-    _request("num_preemptions", Kind.SET, "counted over all engines"),
+    _request(
+        "num_preemptions",
+        Kind.SET,
+        "counted over all engines; beside a KV connector, a request that comes has not been preempted here",
+    ),
     _request("llumlet_residence", Kind.ADDED, "what this engine remembers of a request hangs on it, and dies with it"),
     # Grammars
     Seam(

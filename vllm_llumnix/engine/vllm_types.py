@@ -143,6 +143,8 @@ class KVCacheManager(Protocol):
 
     def free(self, request: Request) -> None: ...
 
+    def take_events(self) -> list[Any]: ...
+
     def prefix_cache_lookup_enabled(self, request: Request) -> bool: ...
 
 
@@ -179,6 +181,16 @@ class LoRAConfig(Protocol):
     max_loras: int
 
 
+class Connector(Protocol):
+    """The scheduler's side of a KV connector. `sub_connectors`: of one that is made of several."""
+
+    sub_connectors: Sequence[Connector]
+
+    def on_new_request(self, request: Request) -> None: ...
+
+    def has_pending_push_work(self) -> bool: ...
+
+
 class Scheduler(Protocol):
     """`running` are the requests of the batch; `kv_holding_waiting` those that wait with their KV cache in place."""
 
@@ -196,7 +208,8 @@ class Scheduler(Protocol):
     lora_config: LoRAConfig | None
     kv_cache_config: KVCacheConfig
     kv_cache_manager: KVCacheManager
-    connector: object | None
+    connector: Connector | None
+    kv_event_publisher: Any
     block_size: int
     max_num_active_reqs: int
     max_num_running_reqs: int

@@ -39,7 +39,7 @@ from vllm_llumnix.frontend.vllm_types import BalancingClient, Client, VllmConfig
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 from vllm_llumnix.relay_keys import OriginKeys
-from vllm_llumnix.request_wire import CONNECTOR_ARGS
+from vllm_llumnix.request_wire import why_never
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -62,7 +62,7 @@ class ClientStream(Stream):
             len(request.prompt_token_ids or ()),
             home,
             wants_logprobs=params.num_logprobs is not None,
-            never=_why_never(request),
+            never=why_never(request),
             owes_prompt_logprobs=params.prompt_logprobs is not None,
         )
         self.request = request
@@ -375,17 +375,6 @@ class OriginShell:
     def bury_home(self) -> None:
         self.core.home_died(time.monotonic())
         self.carry_out()
-
-
-def _why_never(request: EngineCoreRequest) -> str:
-    """Why this request can never be started again somewhere else; empty if it can."""
-    params = request.sampling_params
-    assert params is not None
-    if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
-        return "its prompt is more than tokens"
-    if CONNECTOR_ARGS & (params.extra_args or {}).keys():
-        return "it has parameters for this engine alone"
-    return ""
 
 
 def _ours(stream: Stream | None) -> ClientStream:

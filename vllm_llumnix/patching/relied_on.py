@@ -47,6 +47,7 @@ _V1_BATCH = "vllm/v1/worker/gpu_input_batch.py"
 _BUDGETS = "vllm/v1/sample/thinking_budget_state.py"
 _V2_RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _V2_STATES = "vllm/v1/worker/gpu/states.py"
+_CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/v1"
 
 RELIED_ON: tuple[Reliance, ...] = (
     # What freezes a request, drains it, and takes a newcomer first.
@@ -108,6 +109,26 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_POOL, "engine/cached_blocks.py", "reset_prefix_cache _maybe_evict_cached_block", "BlockPool"),
     *_of(_POOL, "engine/cached_blocks.py", "get_one_block", "BlockHashToBlockMap"),
     *_of(_CACHE_PARTS, "engine/scheduler_port.py", "get_all_free_blocks", "FreeKVCacheBlockQueue"),
+    *_of(_CACHE, "engine/scheduler_port.py", "take_events", "KVCacheManager"),
+    # KV connectors: what they take for granted of a request that is scheduled, and of blocks that are free.
+    *_of(_SCHEDULER, "engine/connectors.py", "_connector_finished _handle_blocked_waiting_request", "Scheduler"),
+    *_of(_SCHEDULER, "engine/connectors.py", "_update_from_kv_xfer_finished", "Scheduler"),
+    *_of(
+        f"{_CONNECTORS}/offloading/scheduler.py",
+        "engine/connectors.py",
+        "on_new_request request_finished build_connector_meta _update_req_states _build_store_jobs "
+        "update_connector_output has_pending_push_work",
+        "OffloadingConnectorScheduler",
+    ),
+    *_of(f"{_CONNECTORS}/offloading/worker.py", "engine/connectors.py", "OffloadingConnectorWorker"),
+    *_of(f"{_CONNECTORS}/example_connector.py", "engine/connectors.py", "build_connector_meta", "ExampleConnector"),
+    *_of(f"{_CONNECTORS}/multi_connector.py", "engine/connectors.py", "on_new_request", "MultiConnector"),
+    *_of(
+        f"{_CONNECTORS}/nixl/pull_scheduler.py",
+        "engine/connectors.py",
+        "update_state_after_alloc request_finished",
+        "NixlPullConnectorScheduler",
+    ),
     # A request, and what travels of it.
     *_of(_REQUEST, "engine/request_state.py", "__init__ append_output_token_ids is_finished", "Request"),
     *_of(_REQUEST, "engine/request_state.py", "num_tokens num_output_tokens use_structured_output", "Request"),

@@ -138,7 +138,7 @@ def test_a_changed_byte(where: str, gpu: bool, over: Over, closing: list[Any], m
     def meddle(it: Sealer, number: int, data: Any, *rest: Any) -> Any:
         if number == 2:
             area = source.area if where == "source" else reader.area
-            for slot in range(DEPTH):
+            for slot in range(area.num_bytes // area.slot_bytes):
                 ctypes.c_ubyte.from_address(area.address + slot * area.slot_bytes + 100).value ^= 1
         return stock(it, number, data, *rest)
 
@@ -165,7 +165,7 @@ def test_a_write_between_the_check_and_the_use(
     def meddle(it: Sealer, number: int, data: Any, seal: bytes) -> bool:
         intact = stock(it, number, data, seal)
         # Then no other is on its way.
-        for slot in range(DEPTH if number == last else 0):
+        for slot in range(reader.area.num_bytes // reader.area.slot_bytes if number == last else 0):
             ctypes.c_ubyte.from_address(reader.area.address + slot * reader.area.slot_bytes + 100).value ^= 1
         return intact
 

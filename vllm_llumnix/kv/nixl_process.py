@@ -12,7 +12,6 @@ what this process says, is in `transport.staged` and in `nixl`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import mmap
@@ -181,13 +180,8 @@ class Agent:
         if agent not in self._peers:
             for idle in [name for name in self._peers if not self._is_read(name)][: len(self._peers) - MAX_PEERS + 1]:
                 self._forget(idle)
+            self._do(self._agent.loadRemoteMD, metadata)
             self._peers[agent] = metadata
-            try:
-                self._do(self._agent.loadRemoteMD, metadata)
-            except NixlError:
-                with contextlib.suppress(NixlError):  # a part of it may be known already, or none
-                    self._forget(agent)
-                raise
         self._peers.move_to_end(agent)
 
     def _forget(self, agent: str) -> None:

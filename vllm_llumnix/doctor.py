@@ -13,7 +13,8 @@ from functools import partial
 
 from llumlet.setting_sources import unknown_variables
 from vllm_llumnix.config import LlumletConfig
-from vllm_llumnix.kv.mooncake import why_not_installed
+from vllm_llumnix.kv import mooncake as mooncake_engine
+from vllm_llumnix.kv import nixl as nixl_engine
 from vllm_llumnix.patching.installed import Installed, examine, find_vllm
 from vllm_llumnix.patching.release import reader_of
 from vllm_llumnix.patching.seam import absent
@@ -46,6 +47,7 @@ def examine_all(*, adapt: bool = False) -> list[Check]:
         block_copy,
         local_transport,
         local_between_gpus,
+        nixl,
         mooncake,
     )
     return [check() for check in checks]
@@ -176,12 +178,30 @@ def _gpus() -> list[str]:
         return []
 
 
+def nixl() -> Check:
+    """Whether an agent comes up, in a process of its own as beside workers, over any network device."""
+    name = "transport 'nixl'"
+    if (problem := nixl_engine.why_not_installed()) is not None:
+        return Check(name, problem.replace("not installed", "not installed (optional)"))
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _NIXL], env=nixl_engine.environment_of("all"),
+            capture_output=True, text=True, timeout=_START_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Check(name, "broken", f"NIXL has not started within {_START_TIMEOUT_S} s")
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"it ends with status {child.returncode}"])[-1]
+        return Check(name, "broken", f"NIXL does not start: {last}")
+    return Check(name, "NIXL starts; it is used over the devices of --llumlet-nixl-devices")
+
+
 def mooncake() -> Check:
-    """The one transport that is optional."""
+    """The other transport that is optional."""
     name = "transport 'mooncake'"
     if not _exists("mooncake"):
         return Check(name, "not installed (optional): pip install vllm-llumnix[mooncake]")
-    problem = why_not_installed()
+    problem = mooncake_engine.why_not_installed()
     return Check(name, "Mooncake can be loaded") if problem is None else Check(name, "broken", problem)
 
 
@@ -202,6 +222,12 @@ def _read_sibling() -> str | None:
     return (reader.stdout.strip() or reader.stderr.strip()).splitlines()[-1]
 
 
+_NIXL = """
+import os
+from vllm_llumnix.kv.nixl_process import Agent
+Agent("llumnix-doctor")
+os._exit(0)
+"""
 _COPY = """
 import torch
 from vllm_llumnix.kv import kernels

@@ -107,6 +107,10 @@ class NixlEngine:
             self.close()
             raise TransportUnavailable(f"NIXL does not start with the network devices {devices!r}: {error}") from error
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def begin_read(self, peer: NixlMemory, slot: Slot, offset: int, num_bytes: int) -> NixlRead:
         """Copy from `offset` of a peer's area to the start of `slot`. Raises TransferFailed for what is not in it."""
         if not 0 <= offset <= offset + num_bytes <= peer.num_bytes:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from llumlet.setting_sources import Reading
 from vllm_llumnix.hosts import address_of_interface
 from vllm_llumnix.kv.nixl import why_not_installed
 from vllm_llumnix.reach import Reach
-
-if TYPE_CHECKING:
-    from vllm_llumnix.config import LlumletConfig
 
 _OF_MOONCAKE = (
     "--llumlet-mooncake-protocol",
@@ -23,7 +20,26 @@ _OF_MOONCAKE = (
 )
 
 
-def mooncake_faults(config: LlumletConfig, reading: Reading) -> Iterator[str]:
+class NetworkSettings(Protocol):
+    """What of an instance's configuration is looked at here."""
+
+    @property
+    def transport(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def mooncake_interface(self) -> str: ...
+    @property
+    def nixl_devices(self) -> str: ...
+    @property
+    def insecure(self) -> bool: ...
+    @property
+    def authenticated(self) -> bool: ...
+    @property
+    def reaches(self) -> Reach: ...
+
+
+def mooncake_faults(config: NetworkSettings, reading: Reading) -> Iterator[str]:
     if config.transport not in ("auto", "mooncake"):
         if given := [reading.given[flag] for flag in _OF_MOONCAKE if flag in reading.given]:
             yield f"{', '.join(given)} needs --llumlet-transport auto or mooncake"
@@ -50,7 +66,7 @@ def mooncake_faults(config: LlumletConfig, reading: Reading) -> Iterator[str]:
             )
 
 
-def nixl_faults(config: LlumletConfig) -> Iterator[str]:
+def nixl_faults(config: NetworkSettings) -> Iterator[str]:
     if config.transport not in ("auto", "nixl"):
         if config.nixl_devices:
             yield "--llumlet-nixl-devices needs --llumlet-transport auto or nixl"

@@ -309,9 +309,15 @@ def test_peers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
             agent._meet(name, said)
 
 
+def test_it_listens_at_the_addresses_of_its_devices(over: OverNixl) -> None:
+    process = psutil.Process(over.start("listening", Memory()).engine.pid)
+    listening = {it.laddr.ip for it in process.net_connections("tcp") if it.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+
+
 def test_an_idle_process_takes_no_time(over: OverNixl) -> None:
     """NIXL's own thread would never sleep, by default."""
-    process = psutil.Process(over.start("idle", Memory()).engine._process.pid)
+    process = psutil.Process(over.start("idle", Memory()).engine.pid)
     before, began = process.cpu_times(), time.monotonic()
     time.sleep(1.0)
     after = process.cpu_times()

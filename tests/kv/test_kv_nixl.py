@@ -19,14 +19,15 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.kv.fakes import Memory, pull_of, source_process, until
+from tests.kv.fakes import Memory, on_gpu, pull_of, source_process, until
 from tests.kv.staged import BIG, CAPABILITY, OverNixl, Reader, Source
 from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavailable
-from vllm_llumnix.kv import nixl, nixl_process
+from vllm_llumnix.kv import data_plane, nixl, nixl_process
 from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import GREETING_BYTES, NixlMemory
+from vllm_llumnix.kv.messages import DEPTH, GREETING_BYTES, NixlMemory
 from vllm_llumnix.kv.nixl import NixlEngine, environment_of
 from vllm_llumnix.kv.nixl_process import Agent, NixlError, ReadEnd, Ready, Unusable, encode
+from vllm_llumnix.kv.settings import NixlSettings
 from vllm_llumnix.kv.staging import SharedStagingArea
 from vllm_llumnix.kv.transport import staged
 from vllm_llumnix.kv.transport.tcp import TcpTransport
@@ -270,6 +271,14 @@ def test_a_process_that_speaks_another_language(after: bytes, monkeypatch: pytes
     assert engine._process.returncode is not None
 
 
+def test_reads_after_the_end(over: OverNixl) -> None:
+    """Of a probe's thread, which may come late."""
+    engine, _, incoming = over.start("ended", Memory())
+    engine.close()
+    (slot,) = incoming.take(1)
+    assert engine.begin_read(engine.memory, slot, 0, 32).poll() is False
+
+
 def _lied_to(packets: list[bytes], monkeypatch: pytest.MonkeyPatch) -> NixlEngine:
     monkeypatch.setenv("NIXL_LIE", " ".join(packet.hex() for packet in packets))
     monkeypatch.setattr(nixl, "STARTED", "tests.kv.not_nixl")
@@ -279,6 +288,19 @@ def _lied_to(packets: list[bytes], monkeypatch: pytest.MonkeyPatch) -> NixlEngin
 def test_devices_that_are_not_there() -> None:
     with pytest.raises(TransportUnavailable, match="NIXL does not start with the network devices 'nosuch0'"):
         NixlEngine("nosuch0", *(SharedStagingArea(Memory().blocks) for _ in range(2)))
+
+
+@pytest.mark.usefixtures("gpu_in_main_memory")
+@pytest.mark.parametrize("gpu", [False, True], ids=["main memory", "gpu"])
+def test_what_a_worker_has_of_it(gpu: bool) -> None:
+    """Buffers in main memory, also for a GPU's blocks, and nothing is used where others can still write to it."""
+    memory = Memory()
+    wanted = NixlSettings(devices="lo", required=True, max_in=2, max_out=3)
+    found = data_plane._nixl(on_gpu(memory) if gpu else HostMemory(memory.blocks), wanted)
+    found.engine.close()
+    assert found.exposed
+    assert [type(area) for area in (found.outgoing, found.incoming)] == [SharedStagingArea] * 2
+    assert [area.num_free for area in (found.outgoing, found.incoming)] == [3 * DEPTH, 2 * DEPTH]
 
 
 def test_peers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,9 @@ class NixlEngine:
             raise TransferFailed(f"{num_bytes} bytes at {offset} do not lie in the source's staging area")
         read = NixlRead(self)
         with self._lock:
+            if self.problem is not None:
+                read.end(self.problem)
+                return read
             number = next(self._numbers)
             self._reads[number] = read
             order = ReadOrder(number, peer.agent, peer.metadata, peer.address + offset, slot.address, num_bytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import mmap
 import os
 import select
@@ -244,9 +245,12 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Not by returning: UCX would wait for peers that may have gone, and complain of reads under way.
     try:
         main(sys.argv[1:])
-    except OSError:  # the worker has gone meanwhile
-        pass
-    finally:
-        os._exit(0)  # UCX would wait for peers that may have gone, and complain of reads under way
+    except ConnectionError:
+        os._exit(0)  # the worker has gone
+    except Exception:
+        logging.exception("NIXL's process ends")
+        os._exit(1)
+    os._exit(0)

@@ -183,6 +183,22 @@ def test_who_says_to_be_somebody_else(pair: tuple[Source, Reader], over: OverNix
     assert sum(reader.pull(source.peer, EVERY, EVERY)) == source.memory.bytes.nbytes
 
 
+def test_after_a_read_that_failed(pair: tuple[Source, Reader], over: OverNixl) -> None:
+    """The next one connects anew."""
+    source, reader = pair
+    memory = source.peer.nixl
+    assert memory is not None
+    told, more = struct.pack("<QQ", memory.address, memory.num_bytes), memory.num_bytes + (1 << 40)
+    metadata = memory.metadata.replace(told, struct.pack("<QQ", memory.address, more))
+    peer = msgspec.structs.replace(memory, metadata=metadata, num_bytes=more)
+    (slot,) = reader.area.take(1)
+    for offset, arrives in ((0, True), (1 << 40, False), (0, True)):
+        read = engine_of(reader, over).begin_read(peer, slot, offset, GREETING_BYTES)
+        until(lambda read=read: read.poll() is not None)
+        assert read.poll() is arrives
+    assert bytes(slot.memory[:GREETING_BYTES].numpy()) == memory.greeting
+
+
 def test_another_greeting(pair: tuple[Source, Reader]) -> None:
     source, reader = pair
     with pytest.raises(TransportUnavailable, match="NIXL reads another process than"):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Engines
+from tests.kv.fakes import until
 from tests.support.client import Client
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.moves import move_stream
@@ -39,8 +40,8 @@ def process_beside(server: Server) -> psutil.Process:
 async def test_there_and_back_and_without_its_process(pair: Engines) -> None:
     a, b = pair
     async with Client(a.base_url) as client:
-        expected = await (await client.complete(PROMPT, 900, **GREEDY, cache_salt="unmoved")).result()
-        stream = await client.complete(PROMPT, 900, **GREEDY, cache_salt="moved")
+        expected = await (await client.complete(PROMPT, 500, **GREEDY, cache_salt="unmoved")).result()
+        stream = await client.complete(PROMPT, 500, **GREEDY, cache_salt="moved")
         for number, (source, destination) in enumerate([(a, b), (b, a)], 1):
             await stream.wait_for(100 * number)
             move = await move_stream(source, destination, stream, method="live")
@@ -49,14 +50,14 @@ async def test_there_and_back_and_without_its_process(pair: Engines) -> None:
 
         process = process_beside(b)
         process.kill()
-        psutil.wait_procs([process])
+        until(lambda: process.status() == psutil.STATUS_ZOMBIE)  # its worker has not looked yet
         move = await move_stream(a, b, stream, method="live")
         assert (move.moved, move.reason) == (False, "transport_unavailable")
         assert "NIXL" in move.detail
         assert (await stream.result()).token_ids == expected.token_ids
 
-        other = await client.complete(PROMPT, 300, **GREEDY, cache_salt="tokens")
+        other = await client.complete(PROMPT, 150, **GREEDY, cache_salt="tokens")
         await other.wait_for(30)
         assert (await move_stream(a, b, other, method="auto")).moved
-        assert len((await other.result()).token_ids) == 300
+        assert len((await other.result()).token_ids) == 150
     assert process_beside(a).is_running()

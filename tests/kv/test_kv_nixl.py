@@ -183,6 +183,15 @@ def test_who_says_to_be_somebody_else(pair: tuple[Source, Reader], over: OverNix
     assert sum(reader.pull(source.peer, EVERY, EVERY)) == source.memory.bytes.nbytes
 
 
+def test_an_end_is_noticed_without_reads(pair: tuple[Source, Reader], over: OverNixl) -> None:
+    _, reader = pair
+    reader.transport.tidy()
+    assert engine_of(reader, over).problem is None
+    process_of(reader, over).kill()
+    until(lambda: reader.transport.tidy() or engine_of(reader, over).problem)
+    assert process_of(reader, over).returncode == -signal.SIGKILL
+
+
 def test_after_a_read_that_failed(pair: tuple[Source, Reader], over: OverNixl) -> None:
     """The next one connects anew."""
     source, reader = pair

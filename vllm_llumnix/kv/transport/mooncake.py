@@ -37,3 +37,6 @@ class MooncakeNetwork:
 
     def begin_read(self, peer: PeerMemory, slot: Slot, address: int, num_bytes: int) -> MooncakeRead:
         return self._engine.begin_read(self.place_of(peer), slot, address, num_bytes)
+
+    def tidy(self) -> None:
+        """Nothing: Mooncake's threads look after themselves."""

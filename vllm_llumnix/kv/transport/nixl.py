@@ -52,6 +52,10 @@ class NixlNetwork:
     def begin_read(self, peer: PeerMemory, slot: Slot, address: int, num_bytes: int) -> NixlRead:
         return self._engine.begin_read(self._memory_of(peer), slot, address, num_bytes)
 
+    def tidy(self) -> None:
+        """Its process may have ended: somebody wants to know, and it has to be waited for."""
+        self._engine.hear()
+
     def _memory_of(self, peer: PeerMemory) -> NixlMemory:
         if self._engine.problem is not None:
             raise TransportUnavailable(self._engine.problem)

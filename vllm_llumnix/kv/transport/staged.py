@@ -65,6 +65,9 @@ class Network(Protocol):
     def begin_read(self, peer: PeerMemory, slot: Slot, address: int, num_bytes: int) -> Read:
         """Copy from `address`, as the peer's slots have it, to the start of `slot`."""
 
+    def tidy(self) -> None:
+        """Called from time to time, also when nothing is read."""
+
 
 class StagedTransport:
     """Implements `base.Transport` for peers that are found in `network`. `memory` is our own.
@@ -140,6 +143,7 @@ class StagedTransport:
 
     def tidy(self) -> None:
         self.connections.tidy()
+        self.network.tidy()
 
     def close(self) -> None:
         self.connections.close()

@@ -265,6 +265,7 @@ def test_no_secrets_in_its_environment() -> None:
         "PATH": "/bin",
         "NIXL_LOG_LEVEL": "TRACE",
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
+        "UCX_TCP_SYN_CNT": "1",
         "UCX_NET_DEVICES": "eth1",
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -48,8 +48,14 @@ END_SECONDS: Final = 1.0
 STARTED: Final = "vllm_llumnix.kv.nixl_process"
 _KEPT: Final = ("UCX_", "NIXL_", "LD_", "LC_", "PYTHON")
 _KEPT_NAMES: Final = ("HOME", "LANG", "PATH", "TMPDIR", "VIRTUAL_ENV")
-_VARIABLES: Final = {"NIXL_LOG_LEVEL": "WARN", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
-"""NIXL's and UCX's own settings, unless they are set. The second as vLLM has it: against a leak in UCX."""
+_VARIABLES: Final = {
+    "NIXL_LOG_LEVEL": "WARN",
+    # As vLLM has it: against a leak in UCX.
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    # UCX connects to a peer over TCP while nothing else is read: for three seconds then, and not for two minutes.
+    "UCX_TCP_SYN_CNT": "1",
+}
+"""NIXL's and UCX's own settings, unless they are set."""
 
 
 def why_not_installed() -> str | None:

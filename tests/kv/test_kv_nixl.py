@@ -183,6 +183,17 @@ def test_who_says_to_be_somebody_else(pair: tuple[Source, Reader], over: OverNix
     assert sum(reader.pull(source.peer, EVERY, EVERY)) == source.memory.bytes.nbytes
 
 
+def test_a_probe_sees_an_end_at_once(pair: tuple[Source, Reader], over: OverNixl) -> None:
+    """So that a move does not begin with what cannot be."""
+    source, reader = pair
+    reader.transport.probe(source.peer)
+    process = process_of(reader, over)
+    process.kill()
+    process.wait()
+    with pytest.raises(TransportUnavailable, match="process has ended: signal 9"):
+        reader.transport.probe(source.peer)
+
+
 def test_an_end_is_noticed_without_reads(pair: tuple[Source, Reader], over: OverNixl) -> None:
     _, reader = pair
     reader.transport.tidy()

@@ -57,6 +57,7 @@ class NixlNetwork:
         self._engine.hear()
 
     def _memory_of(self, peer: PeerMemory) -> NixlMemory:
+        self._engine.hear()
         if self._engine.problem is not None:
             raise TransportUnavailable(self._engine.problem)
         if peer.nixl is None:

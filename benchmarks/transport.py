@@ -59,7 +59,7 @@ from tests.support import source_process
 from tests.support.progress import saying
 from tests.support.stats import compare, median
 from vllm_llumnix.kv import mooncake as mooncake_engine
-from vllm_llumnix.kv import nixl as nixl_engine
+from vllm_llumnix.kv import nixl_process
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.layout import BlockLayout, Pieces, TensorRegion, pair_pieces
@@ -151,7 +151,7 @@ def serve(num_blocks: int, num_layers: int, page_bytes: int) -> None:
         engine.register(area.address, area.num_bytes)
         bare.register(layout.base, layout.storage_bytes)
         staging["mooncake"] = area
-    if nixl_engine.why_not_installed() is None:
+    if nixl_process.why_not_installed() is None:
         outgoing, _, beside = _nixl(layout)
         staging["nixl"] = outgoing
         agent = _bare_nixl()

@@ -14,7 +14,8 @@ from functools import partial
 from llumlet.setting_sources import unknown_variables
 from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.kv import mooncake as mooncake_engine
-from vllm_llumnix.kv import nixl as nixl_engine
+from vllm_llumnix.kv import nixl_process
+from vllm_llumnix.kv.nixl import environment_of
 from vllm_llumnix.patching.installed import Installed, examine, find_vllm
 from vllm_llumnix.patching.release import reader_of
 from vllm_llumnix.patching.seam import absent
@@ -181,11 +182,11 @@ def _gpus() -> list[str]:
 def nixl() -> Check:
     """Whether an agent comes up, in a process of its own as beside workers, over any network device."""
     name = "transport 'nixl'"
-    if (problem := nixl_engine.why_not_installed()) is not None:
+    if (problem := nixl_process.why_not_installed()) is not None:
         return Check(name, problem.replace("not installed", "not installed (optional)"))
     try:
         child = subprocess.run(
-            [sys.executable, "-c", _NIXL], env=nixl_engine.environment_of("all"),
+            [sys.executable, "-c", _NIXL], env=environment_of("all"),
             capture_output=True, text=True, timeout=_START_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

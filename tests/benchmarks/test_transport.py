@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import transport
 from benchmarks.transport import AGAIN, BASELINES, Taken, copy_pieces, is_good, kv_memory, main, row, table_of
-from vllm_llumnix.kv import mooncake, nixl
+from vllm_llumnix.kv import mooncake, nixl_process
 from vllm_llumnix.kv.layout import pair_pieces
 
 PATHS = ["memcpy", "cma", "tcp_raw", "mooncake_raw", "mooncake_pieces", "nixl_raw", "local", "tcp", "mooncake", "nixl"]
@@ -25,7 +25,9 @@ def test_all_paths_on_a_few_small_blocks(tmp_path: Path, monkeypatch: pytest.Mon
     file = tmp_path / "rows.jsonl"
     main(["--blocks", "3", "--page-bytes", "512,4096", "--layers", "2", "--minutes", "0", "--json", str(file)])
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    missing = [name for name, it in (("mooncake", mooncake), ("nixl", nixl)) if it.why_not_installed() is not None]
+    missing = [
+        name for name, it in (("mooncake", mooncake), ("nixl", nixl_process)) if it.why_not_installed() is not None
+    ]
     expected = [name for name in PATHS if not name.startswith(tuple(missing))]
     sizes = [(512, 3), (4096, 3)]
     assert [(each["page_bytes"], each["blocks"], each["path"]) for each in rows] == [

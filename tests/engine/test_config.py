@@ -11,7 +11,7 @@ import pytest
 
 from vllm_llumnix import config, faults, hooks, transport_faults
 from vllm_llumnix.errors import ConfigError, PatchError
-from vllm_llumnix.kv import nixl
+from vllm_llumnix.kv import nixl_process
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 PEERS = ("--llumlet-peers", "127.0.0.1:1")
@@ -333,7 +333,7 @@ def test_nixl_faults(flags: tuple[str, ...], complaint: str) -> None:
 
 def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by name it has to be there; of several it is left out, when the worker starts."""
-    monkeypatch.setattr(nixl, "MODULES", ("no_such_nixl",))
+    monkeypatch.setattr(nixl_process, "MODULES", ("no_such_nixl",))
     flags = ("--enable-llumlet", "--llumlet-nixl-devices", "lo")
     with pytest.raises(ConfigError, match=r"pip install vllm-llumnix\[nixl\]"):
         read(*flags, "--llumlet-transport", "nixl")

@@ -10,7 +10,6 @@ another transport then.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import logging
 import os
@@ -28,7 +27,6 @@ from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.messages import NixlMemory
 from vllm_llumnix.kv.nixl_process import (
     MAX_REASON,
-    MODULES,
     PACKET_BYTES,
     ReadEnd,
     ReadOrder,
@@ -36,6 +34,7 @@ from vllm_llumnix.kv.nixl_process import (
     Unusable,
     decode_answer,
     encode,
+    why_not_installed,
 )
 
 if TYPE_CHECKING:
@@ -56,13 +55,6 @@ _VARIABLES: Final = {
     "UCX_TCP_SYN_CNT": "1",
 }
 """NIXL's and UCX's own settings, unless they are set."""
-
-
-def why_not_installed() -> str | None:
-    """What is missing for NIXL to be started; None if nothing is, as far as can be seen without starting it."""
-    if any(importlib.util.find_spec(name) is not None for name in MODULES):
-        return None
-    return "NIXL is not installed: pip install vllm-llumnix[nixl]"
 
 
 def environment_of(devices: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

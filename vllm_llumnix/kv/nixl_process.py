@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import logging
 import mmap
 import os
@@ -75,6 +76,13 @@ class ReadEnd(msgspec.Struct, frozen=True, tag="end"):
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(ReadOrder).decode
 decode_answer = msgspec.msgpack.Decoder(Ready | Unusable | ReadEnd).decode
+
+
+def why_not_installed() -> str | None:
+    """What is missing for NIXL to be started; None if nothing is, as far as can be seen without starting it."""
+    if any(importlib.util.find_spec(name) is not None for name in MODULES):
+        return None
+    return "NIXL is not installed: pip install vllm-llumnix[nixl]"
 
 
 def begins_with(agent: str, metadata: bytes) -> bool:

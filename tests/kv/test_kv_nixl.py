@@ -29,6 +29,7 @@ from vllm_llumnix.kv.nixl import NixlEngine, environment_of
 from vllm_llumnix.kv.nixl_process import Agent, NixlError, ReadEnd, Ready, Unusable, encode
 from vllm_llumnix.kv.settings import NixlSettings
 from vllm_llumnix.kv.staging import SharedStagingArea
+from vllm_llumnix.kv.transport import nixl as nixl_network
 from vllm_llumnix.kv.transport import staged
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 
@@ -123,6 +124,26 @@ def test_a_process_stopped_in_the_middle(
     until(lambda: reader.all_free)
     assert sum(reader.pull(source.peer, EVERY, EVERY)) == source.memory.bytes.nbytes
     assert np.array_equal(source.memory.bytes, reader.memory.bytes)
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_a_process_that_is_stopped_before(
+    pair: tuple[Source, Reader], over: OverNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe has an end, and its buffer is kept until the read has one."""
+    source, reader = pair
+    monkeypatch.setattr(nixl_network, "TRIAL_SECONDS", 0.3)
+    process = process_of(source, over)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(TransportUnavailable, match="NIXL has not read from"):
+            reader.transport.probe(source.peer)
+        assert not reader.all_free
+    finally:
+        process.send_signal(signal.SIGCONT)
+    until(lambda: reader.all_free)
+    with pytest.raises(TransportUnavailable, match="NIXL has not read from"):
+        reader.transport.probe(source.peer)  # it is believed for a minute
 
 
 @pytest.mark.usefixtures("over_tcp")

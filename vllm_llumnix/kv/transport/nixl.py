@@ -12,7 +12,8 @@ from vllm_llumnix.kv.nixl import NixlEngine, NixlRead
 from vllm_llumnix.kv.staging import SharedStagingArea, Slot
 
 TRIAL_SECONDS: Final = 2.0
-"""How long the first read may take, for which UCX connects. The caller waits for five."""
+"""How long the first read may take, for which UCX connects. Who asks waits for five in all."""
+SLOT_SECONDS: Final = 0.5
 TRIAL_POLL_SECONDS: Final = 1e-3
 
 
@@ -33,7 +34,7 @@ class NixlNetwork:
         """Its greeting is read: that connects the two as well, for which no stream has to wait then."""
         memory = self._memory_of(peer)
         try:
-            (slot,) = self._area.take(1, TRIAL_SECONDS)
+            (slot,) = self._area.take(1, SLOT_SECONDS)
         except TransferFailed as error:
             raise TransportUnavailable(str(error)) from error
         read = self._engine.begin_read(memory, slot, 0, GREETING_BYTES)

@@ -72,6 +72,8 @@ SCHEDULER_REQUIRES = [
 ENGINE_REQUIRES = ["cryptography>=44", "psutil>=6", "pyzmq>=27"]
 # pip install vllm-llumnix[mooncake]
 MOONCAKE = {"cuda": "mooncake-transfer-engine>=0.3.13", "cpu": "mooncake-transfer-engine-non-cuda>=0.3.13"}
+# pip install vllm-llumnix[nixl]; of the two builds that `nixl` brings, machines without CUDA need either.
+NIXL = {"cuda": "nixl>=1.5", "cpu": "nixl-cu12>=1.5"}
 SCRIPTS = {"llumnix": "llumsched.cli:main", "vllm-llumnix": "vllm_llumnix.cli:main"}
 
 TARGETS = {
@@ -199,7 +201,7 @@ setup(
     ext_modules=[KERNELS[name] for name in KERNELS_OF[device]],
     data_files=[] if device == "empty" else [("", ["vllm-llumnix.pth"])],
     install_requires=TARGETS[device],
-    extras_require={"mooncake": [MOONCAKE[device]]} if device in MOONCAKE else {},
+    extras_require={} if device == "empty" else {"mooncake": [MOONCAKE[device]], "nixl": [NIXL[device]]},
     entry_points={
         "console_scripts": [f"{name} = {main}" for name, main in SCRIPTS.items() if main.split(".")[0] in names]
     },

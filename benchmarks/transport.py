@@ -11,15 +11,19 @@ Every path copies the same scattered pages between the same two processes, in tu
     tcp_raw    one stream over loopback, one contiguous buffer on both sides, nothing else
     mooncake_raw     one read of Mooncake's own, one contiguous buffer on both sides
     mooncake_pieces  Mooncake's own as well: a batch of reads, one for each page where it lies
+    nixl_raw   one read of NIXL's own, one contiguous buffer on both sides
     local      our transport of that name, planning and checks included
     tcp        our transport of that name
     mooncake   our transport of that name
+    nixl       our transport of that name
 
 A line of JSON for each path and size. `of_X` is the speed of a path as a share of that of its baseline X, the median of
 the rounds with 95 % bootstrap bounds; the baseline has two turns in each round, and `aa_X` compares them: the control.
 `X_verdict` says whether the share reaches its target, by its lower bound or because the control spreads as far; the
-exit status is 0 if no target is missed. `cores` is how many cores both processes kept busy: a path that has them all
-cannot go faster, whatever it waits for. Without Mooncake its three paths are left out.
+exit status is 0 if no target is missed. `cores` is how many cores both processes kept busy, and NIXL's beside them: a
+path that has them all cannot go faster, whatever it waits for. Without Mooncake its three paths are left out, without
+NIXL its two. Between two processes of one host UCX has the kernel copy; with `UCX_TLS=tcp` in the environment it does
+what it does between two hosts.
 """
 
 from __future__ import annotations
@@ -54,19 +58,25 @@ from rich.table import Table
 from tests.support import source_process
 from tests.support.progress import saying
 from tests.support.stats import compare, median
+from vllm_llumnix.kv import mooncake as mooncake_engine
+from vllm_llumnix.kv import nixl_process
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.layout import BlockLayout, Pieces, TensorRegion, pair_pieces
 from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import PeerMemory, Pull
-from vllm_llumnix.kv.mooncake import MooncakeEngine, why_not_installed
+from vllm_llumnix.kv.messages import NetworkName, PeerMemory, Pull
+from vllm_llumnix.kv.mooncake import MooncakeEngine
+from vllm_llumnix.kv.nixl import NixlEngine
+from vllm_llumnix.kv.nixl_process import Agent, ReadOrder, address_of
 from vllm_llumnix.kv.pace import CHUNK_BYTES
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
-from vllm_llumnix.kv.staging import StagingArea
+from vllm_llumnix.kv.staging import SharedStagingArea, StagingArea
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport, read_pieces
-from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
+from vllm_llumnix.kv.transport.mooncake import MooncakeNetwork
+from vllm_llumnix.kv.transport.nixl import NixlNetwork
+from vllm_llumnix.kv.transport.staged import POLL_SECONDS, StagedTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 
 Bytes = npt.NDArray[np.uint8]
@@ -76,6 +86,7 @@ BASELINES = {
     "local": ("memcpy", "cma"),
     "tcp": ("tcp_raw",),
     "mooncake": ("mooncake_raw", "mooncake_pieces"),
+    "nixl": ("nixl_raw",),
 }
 AGAIN = " again"
 """Behind the name of a baseline: its second turn in a round, the control."""
@@ -89,12 +100,21 @@ TARGETS = {
 TARGET_BYTES = 8 << 20
 TARGET_PAGE_BYTES = 16 << 10
 MIN_ROUNDS = 5
-ONE_BUFFER = ("tcp_raw", "mooncake_raw")
+ONE_BUFFER = ("tcp_raw", "mooncake_raw", "nixl_raw")
 """Paths that do not bring blocks to their places."""
 RAW_BYTES = 1 << 20
 LOCAL = "127.0.0.1"
+DEVICE = "lo"
 MOONCAKE_BATCH = 1024
 """Reads at a time; of 8,192 it takes none."""
+
+
+class RawNixl(msgspec.Struct):
+    """An agent in the source's own process, with which all of the memory is registered."""
+
+    agent: str
+    metadata: bytes
+    address: int
 
 
 class Offer(msgspec.Struct):
@@ -105,6 +125,9 @@ class Offer(msgspec.Struct):
     raw_port: int
     raw_segment: str | None
     """The segment in which all of the memory is registered with Mooncake, as nobody should."""
+    raw_nixl: RawNixl | None
+    pids: list[int]
+    """Whose time counts: the process and those beside it."""
 
 
 def kv_memory(num_blocks: int, num_layers: int, page_bytes: int, seed: int) -> tuple[Bytes, BlockLayout]:
@@ -121,18 +144,40 @@ def serve(num_blocks: int, num_layers: int, page_bytes: int) -> None:
     data, layout = kv_memory(num_blocks, num_layers, page_bytes, seed=1)
     nonce, grants, capability = NoncePage(), Grants(), secrets.token_bytes(CAPABILITY_BYTES)
     grants.allow(capability, range(num_blocks))
-    staging, engine, bare = None, None, None
-    if why_not_installed() is None:
-        staging, engine, bare = StagingArea(layout), MooncakeEngine(LOCAL, "tcp"), MooncakeEngine(LOCAL, "tcp")
-        engine.register(staging.address, staging.num_bytes)
+    staging: dict[NetworkName, StagingArea] = {}
+    engine, bare, beside, raw_nixl = None, None, None, None
+    if mooncake_engine.why_not_installed() is None:
+        area, engine, bare = StagingArea(layout), MooncakeEngine(LOCAL, "tcp"), MooncakeEngine(LOCAL, "tcp")
+        engine.register(area.address, area.num_bytes)
         bare.register(layout.base, layout.storage_bytes)
+        staging["mooncake"] = area
+    if nixl_process.why_not_installed() is None:
+        outgoing, _, beside = _nixl(layout)
+        staging["nixl"] = outgoing
+        agent = _bare_nixl()
+        raw_nixl = RawNixl(agent.name, agent.metadata(agent.register(memoryview(data))), layout.base)
     server = BlockServer(HostMemory(layout), nonce.value, grants, LOCAL, staging=staging)
     server.start()
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_send_raw, args=(listener, memoryview(data)), daemon=True).start()
     segment = engine.segment if engine else None
-    memory = describe_memory(layout, nonce, "source", rank=0, tcp=f"{LOCAL}:{server.port}", mooncake=segment)
-    source_process.offer(Offer(memory, capability, listener.getsockname()[1], bare.segment if bare else None))
+    told: dict[str, Any] = {"tcp": f"{LOCAL}:{server.port}", "mooncake": segment, "nixl": beside and beside.memory}
+    memory = describe_memory(layout, nonce, "source", rank=0, **told)
+    raw_port, raw_segment = listener.getsockname()[1], bare.segment if bare else None
+    pids = [os.getpid(), *([beside.pid] if beside else [])]
+    source_process.offer(Offer(memory, capability, raw_port, raw_segment, raw_nixl, pids))
+
+
+def _nixl(layout: BlockLayout) -> tuple[SharedStagingArea, SharedStagingArea, NixlEngine]:
+    """What peers read, what is read into, and the process that has both."""
+    outgoing, incoming = SharedStagingArea(layout), SharedStagingArea(layout)
+    return outgoing, incoming, NixlEngine(DEVICE, outgoing, incoming)
+
+
+def _bare_nixl() -> Agent:
+    os.environ["UCX_NET_DEVICES"] = DEVICE
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    return Agent(f"bare-{os.getpid()}")
 
 
 def _send_raw(listener: socket.socket, data: memoryview) -> None:
@@ -150,6 +195,8 @@ class Paths(NamedTuple):
     """Baselines before what is compared with them."""
     verify: Callable[[list[int], list[int]], None]
     """Raises AssertionError unless the first of these blocks holds what it should."""
+    pids: list[int]
+    """Of this process and those beside it."""
 
 
 @contextlib.contextmanager
@@ -160,11 +207,17 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
     buffer = memoryview(np.ones(len(data), np.uint8))
     raw = socket.create_connection(("127.0.0.1", offer.raw_port))
     local, tcp = LocalTransport(ours), TcpTransport(HostMemory(ours))
-    mooncake, bare = None, None
+    mooncake, bare, nixl, beside = None, None, None, None
     if offer.raw_segment is not None:
         bare = _bare_mooncake(data, buffer)
-        mooncake = MooncakeTransport(
-            HostMemory(ours), MooncakeEngine(LOCAL, "tcp"), StagingArea(ours), Connections(None)
+        network = MooncakeNetwork(MooncakeEngine(LOCAL, "tcp"))
+        mooncake = StagedTransport(HostMemory(ours), network, StagingArea(ours), Connections(None))
+    if offer.raw_nixl is not None:
+        agent = _bare_nixl()
+        agent.register(buffer)
+        _, incoming, beside = _nixl(ours)
+        nixl = StagedTransport(
+            HostMemory(ours), NixlNetwork(beside, incoming), incoming, Connections(None), exposed=True
         )
 
     def memcpy(source_ids: list[int], destination_ids: list[int]) -> Callable[[], None]:
@@ -205,6 +258,19 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
 
         return copy
 
+    def nixl_raw(source_ids: list[int], _: list[int]) -> Callable[[], None]:
+        theirs, size = offer.raw_nixl, len(source_ids) * ours.bytes_per_block
+        assert theirs is not None
+        order = ReadOrder(0, theirs.agent, theirs.metadata, theirs.address, 0, size)
+
+        def copy() -> None:
+            agent.begin(order, address_of(buffer))
+            while not (ended := agent.ended()):
+                time.sleep(POLL_SECONDS)
+            assert ended[0].error is None
+
+        return copy
+
     def pull(transport: Transport) -> Path_:
         def plan(source_ids: list[int], destination_ids: list[int]) -> Callable[[], None]:
             wanted = Pull(
@@ -228,6 +294,9 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
     if mooncake is not None:
         raws |= {"mooncake_raw": mooncake_raw, "mooncake_pieces": mooncake_pieces}
         transports["mooncake"] = mooncake
+    if nixl is not None:
+        raws["nixl_raw"] = nixl_raw
+        transports["nixl"] = nixl
     by_name = {}
     for name, path in raws.items():
         by_name |= {name: path, name + AGAIN: path}
@@ -235,8 +304,10 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
         transport.probe(offer.memory)
         by_name[name] = pull(transport)
     try:
-        yield Paths(by_name, verify)
+        yield Paths(by_name, verify, [os.getpid(), *([beside.pid] if beside else [])])
     finally:
+        if beside is not None:
+            beside.close()
         raw.close()
         for transport in transports.values():
             transport.close()
@@ -314,9 +385,9 @@ def measure(
     random = np.random.default_rng(3)
     shape = (room, num_layers, page_bytes)
     process = source_process.offered(Offer, "benchmarks.transport", "--serve", *map(str, shape))
-    with process as offer, paths(offer, *shape) as (by_name, verify):
+    with process as offer, paths(offer, *shape) as (by_name, verify, pids):
         taken = {name: Taken() for name in by_name}
-        clocks = [_cpu_clock(pid) for pid in (os.getpid(), offer.memory.pid)]
+        clocks = [_cpu_clock(pid) for pid in (*pids, *offer.pids)]
 
         def once(name: str) -> float:
             source_ids = random.permutation(room)[:num_blocks].tolist()

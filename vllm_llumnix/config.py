@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import math
 import os
 import re
@@ -28,30 +27,24 @@ from llumlet.kinds import MARK, Kind
 from llumlet.protocol.infer_type import InferType
 from llumlet.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
 from llumlet.reporter import cms_faults
-from llumlet.setting_sources import Reading
 from llumlet.settings import Group
 from llumlet.types import Address
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
-from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, WorkerSettings
+from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, NixlSettings, WorkerSettings
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.switch import CONFIG_VARIABLE
+from vllm_llumnix.transport_faults import mooncake_faults, nixl_faults
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 INSTANCE_TYPES = tuple(map(str, InferType))
-TRANSPORTS = ("auto", "local", "tcp", "mooncake")
+TRANSPORTS = ("auto", "local", "tcp", "mooncake", "nixl")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 END_SECONDS = 5
 """What several API servers and their engine have for their end after a drain, before their parent kills them."""
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_OF_MOONCAKE = (
-    "--llumlet-mooncake-protocol",
-    "--llumlet-mooncake-devices",
-    "--llumlet-mooncake-gpu-direct",
-    "--llumlet-mooncake-interface",
-)
 _RATE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -113,8 +106,16 @@ class LlumletConfig(CredentialFiles):
         "auto",
         kinds.one_of(TRANSPORTS),
         "How KV blocks travel. 'local' reads the peer's memory on the same host, 'tcp' connects to where the peer's "
-        "workers serve it, 'mooncake' uses the Mooncake transfer engine; 'auto' picks the first of local, mooncake "
-        "(with --llumlet-mooncake-interface or --llumlet-insecure) and tcp that works between two instances.",
+        "workers serve it, 'mooncake' uses the Mooncake transfer engine, 'nixl' uses NIXL; 'auto' picks the first of "
+        "local, nixl (with --llumlet-nixl-devices), mooncake (with --llumlet-mooncake-interface or "
+        "--llumlet-insecure) and tcp that works between two instances.",
+    )
+    nixl_devices: str = _llumlet.setting(
+        "",
+        kinds.text("NAME,..."),
+        "Network devices that NIXL may use, in the words of UCX_NET_DEVICES, such as mlx5_0:1 or eth1, or all. Nobody "
+        "but the instances may reach them: NIXL authenticates nobody, and lets others read and write all memory of the "
+        "process that it runs in.",
     )
     mooncake_protocol: str = _llumlet.setting("tcp", kinds.one_of(MOONCAKE_PROTOCOLS), "What Mooncake runs over.")
     mooncake_devices: str = _llumlet.setting(
@@ -246,13 +247,14 @@ class LlumletConfig(CredentialFiles):
     def transports(self) -> tuple[str, ...]:
         """Transports to be used, in order of preference.
 
-        Mooncake lets everybody who reaches its ports read what is on its way: `auto` takes it only on a network that
-        somebody has said to be isolated.
+        Mooncake and NIXL let everybody who reaches their ports read what is on its way, and NIXL more: `auto` takes
+        either only on a network that somebody has said to be isolated, and NIXL only on devices that were named.
         """
         if self.transport != "auto":
             return (self.transport,)
         isolated = bool(self.mooncake_interface) or self.insecure
-        return ("local", "mooncake", "tcp") if isolated else ("local", "tcp")
+        chosen = {"local": True, "nixl": bool(self.nixl_devices), "mooncake": isolated, "tcp": True}
+        return tuple(name for name, is_chosen in chosen.items() if is_chosen)
 
     def worker_settings(self) -> WorkerSettings:
         mooncake = None
@@ -267,12 +269,21 @@ class LlumletConfig(CredentialFiles):
                 max_in=self.max_migrations_in,
                 max_out=self.max_migrations_out,
             )
+        nixl = None
+        if "nixl" in self.transports:
+            nixl = NixlSettings(
+                devices=self.nixl_devices,
+                required=self.transport == "nixl",
+                max_in=self.max_migrations_in,
+                max_out=self.max_migrations_out,
+            )
         return WorkerSettings(
             instance=self.instance_id,
             transports=self.transports,
             host=self.host,
             tls=(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert else None,
             mooncake=mooncake,
+            nixl=nixl,
         )
 
     @property
@@ -333,7 +344,8 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     for check in (_host_faults, _peer_faults, _cms_faults):
         reading.check(check, config)
     reading.check(_executor_faults, config, args)
-    reading.check(_mooncake_faults, config, reading)
+    reading.check(mooncake_faults, config, reading)
+    reading.check(nixl_faults, config)
     try:
         config.credentials()
     except CredentialsError as error:
@@ -414,33 +426,6 @@ def _cms_faults(config: LlumletConfig) -> list[str]:
             found = [config.reaches.why_not(host) for host, _ in url.hosts]
         problems += [f"--llumlet-cms: {problem}" for problem in found if problem]
     return problems
-
-
-def _mooncake_faults(config: LlumletConfig, reading: Reading) -> Iterator[str]:
-    if config.transport not in ("auto", "mooncake"):
-        if given := [reading.given[flag] for flag in _OF_MOONCAKE if flag in reading.given]:
-            yield f"{', '.join(given)} needs --llumlet-transport auto or mooncake"
-        return
-    if config.mooncake_interface:
-        try:
-            address = address_of_interface(config.mooncake_interface)
-        except ValueError as error:
-            yield f"--llumlet-mooncake-interface: {error}"
-        else:
-            if config.reaches.why_not(address) is not None and config.reaches.why_not(config.host) is None:
-                yield (
-                    f"--llumlet-mooncake-interface {config.mooncake_interface} has the address {address}, which peers "
-                    f"refuse while --llumlet-host is {config.host}: give this instance an address on that network with "
-                    "TLS and a token (or --llumlet-insecure), or name the interface lo"
-                )
-    if config.transport == "mooncake":
-        if importlib.util.find_spec("mooncake") is None:
-            yield "--llumlet-transport mooncake: pip install vllm-llumnix[mooncake]"
-        if not (config.insecure or config.mooncake_interface or Reach(anywhere=False).why_not(config.host) is None):
-            yield (
-                "--llumlet-transport mooncake authenticates nobody: name an isolated network with "
-                "--llumlet-mooncake-interface, or add --llumlet-insecure"
-            )
 
 
 def current() -> LlumletConfig | None:

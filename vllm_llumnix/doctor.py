@@ -14,7 +14,9 @@ from functools import partial
 
 from llumlet.setting_sources import unknown_variables
 from vllm_llumnix.config import LlumletConfig
-from vllm_llumnix.kv.mooncake import why_not_installed
+from vllm_llumnix.kv import mooncake as mooncake_engine
+from vllm_llumnix.kv import nixl_process
+from vllm_llumnix.kv.nixl import environment_of
 from vllm_llumnix.patching.installed import Installed, examine, find_vllm
 from vllm_llumnix.patching.release import reader_of
 from vllm_llumnix.patching.seam import absent
@@ -49,6 +51,7 @@ def examine_all(*, adapt: bool = False, flags: Sequence[str] = ()) -> list[Check
         block_copy,
         local_transport,
         local_between_gpus,
+        nixl,
         mooncake,
         *([partial(model, flags)] if flags else []),
     )
@@ -201,12 +204,30 @@ def _gpus() -> list[str]:
         return []
 
 
+def nixl() -> Check:
+    """Whether an agent comes up, in a process of its own as beside workers, over any network device."""
+    name = "transport 'nixl'"
+    if (problem := nixl_process.why_not_installed()) is not None:
+        return Check(name, problem.replace("not installed", "not installed (optional)"))
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _NIXL], env=environment_of("all"),
+            capture_output=True, text=True, timeout=_START_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Check(name, "broken", f"NIXL has not started within {_START_TIMEOUT_S} s")
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"it ends with status {child.returncode}"])[-1]
+        return Check(name, "broken", f"NIXL does not start: {last}")
+    return Check(name, "NIXL starts; it is used over the devices of --llumlet-nixl-devices")
+
+
 def mooncake() -> Check:
-    """The one transport that is optional."""
+    """The other transport that is optional."""
     name = "transport 'mooncake'"
     if not _exists("mooncake"):
         return Check(name, "not installed (optional): pip install vllm-llumnix[mooncake]")
-    problem = why_not_installed()
+    problem = mooncake_engine.why_not_installed()
     return Check(name, "Mooncake can be loaded") if problem is None else Check(name, "broken", problem)
 
 
@@ -227,6 +248,12 @@ def _read_sibling() -> str | None:
     return (reader.stdout.strip() or reader.stderr.strip()).splitlines()[-1]
 
 
+_NIXL = """
+import os
+from vllm_llumnix.kv.nixl_process import Agent
+Agent("llumnix-doctor")
+os._exit(0)
+"""
 _COPY = """
 import torch
 from vllm_llumnix.kv import kernels

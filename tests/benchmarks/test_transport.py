@@ -13,10 +13,10 @@ from rich.console import Console
 
 from benchmarks import transport
 from benchmarks.transport import AGAIN, BASELINES, Taken, copy_pieces, is_good, kv_memory, main, row, table_of
+from vllm_llumnix.kv import mooncake, nixl_process
 from vllm_llumnix.kv.layout import pair_pieces
-from vllm_llumnix.kv.mooncake import why_not_installed
 
-PATHS = ["memcpy", "cma", "tcp_raw", "mooncake_raw", "mooncake_pieces", "local", "tcp", "mooncake"]
+PATHS = ["memcpy", "cma", "tcp_raw", "mooncake_raw", "mooncake_pieces", "nixl_raw", "local", "tcp", "mooncake", "nixl"]
 
 
 def test_all_paths_on_a_few_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,10 @@ def test_all_paths_on_a_few_small_blocks(tmp_path: Path, monkeypatch: pytest.Mon
     file = tmp_path / "rows.jsonl"
     main(["--blocks", "3", "--page-bytes", "512,4096", "--layers", "2", "--minutes", "0", "--json", str(file)])
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    expected = [name for name in PATHS if why_not_installed() is None or not name.startswith("mooncake")]
+    missing = [
+        name for name, it in (("mooncake", mooncake), ("nixl", nixl_process)) if it.why_not_installed() is not None
+    ]
+    expected = [name for name in PATHS if not name.startswith(tuple(missing))]
     sizes = [(512, 3), (4096, 3)]
     assert [(each["page_bytes"], each["blocks"], each["path"]) for each in rows] == [
         (*size, name) for size in sizes for name in expected

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllm_llumnix import config, faults, hooks
+from vllm_llumnix import config, faults, hooks, transport_faults
 from vllm_llumnix.errors import ConfigError, PatchError
+from vllm_llumnix.kv import nixl_process
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 PEERS = ("--llumlet-peers", "127.0.0.1:1")
@@ -286,7 +287,8 @@ def test_mooncake_faults(flags: tuple[str, ...], complaint: str) -> None:
 
 def test_mooncake_on_another_network_than_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers of an instance that is reached at a loopback address refuse every other."""
-    monkeypatch.setattr(config, "address_of_interface", lambda _: "192.0.2.1")
+    for module in (config, transport_faults):
+        monkeypatch.setattr(module, "address_of_interface", lambda _: "192.0.2.1")
     flags = ("--enable-llumlet", "--llumlet-mooncake-interface", "eth1")
     with pytest.raises(ConfigError, match="which peers refuse while --llumlet-host is"):
         read(*flags)
@@ -294,6 +296,48 @@ def test_mooncake_on_another_network_than_its_instance(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as refusal:
         read(*flags, "--llumlet-host", "192.0.2.1")
     assert [fault.partition(":")[0] for fault in refusal.value.faults] == ["--llumlet-host"]
+
+
+def test_nixl_is_taken_only_over_devices_that_were_named() -> None:
+    def on(*flags: str) -> config.LlumletConfig:
+        found = read("--enable-llumlet", *flags)
+        assert found is not None
+        return found
+
+    assert "nixl" not in on("--llumlet-insecure").transports
+    assert on("--llumlet-nixl-devices", "lo").transports == ("local", "nixl", "tcp")
+    both = on("--llumlet-nixl-devices", "mlx5_0:1,eth1", "--llumlet-insecure", "--llumlet-max-migrations-in", "7")
+    assert both.transports == ("local", "nixl", "mooncake", "tcp")
+    settings = both.worker_settings()
+    assert settings.nixl is not None
+    assert settings.mooncake is not None
+    assert (settings.nixl.devices, settings.nixl.required, settings.nixl.max_in) == ("mlx5_0:1,eth1", False, 7)
+    alone = on("--llumlet-transport", "nixl", "--llumlet-nixl-devices", "lo").worker_settings()
+    assert (alone.transports, alone.nixl and alone.nixl.required) == (("nixl",), True)
+    assert on().worker_settings().nixl is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--llumlet-transport", "tcp", "--llumlet-nixl-devices", "lo"), "needs --llumlet-transport auto or nixl"),
+        (("--llumlet-transport", "nixl"), "authenticates nobody: name the network devices"),
+        (("--llumlet-transport", "nixl", "--llumlet-insecure"), "authenticates nobody: name the network devices"),
+        (("--llumlet-nixl-devices", "eth1"), "eth1: an instance without TLS and a token speaks to loopback"),
+    ],
+)
+def test_nixl_faults(flags: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read("--enable-llumlet", *flags)
+
+
+def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name it has to be there; of several it is left out, when the worker starts."""
+    monkeypatch.setattr(nixl_process, "MODULES", ("no_such_nixl",))
+    flags = ("--enable-llumlet", "--llumlet-nixl-devices", "lo")
+    with pytest.raises(ConfigError, match=r"pip install vllm-llumnix\[nixl\]"):
+        read(*flags, "--llumlet-transport", "nixl")
+    assert read(*flags) is not None
 
 
 def test_flags_in_variables_and_in_vllm_s_own_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vllm_llumnix.kv import block_server
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import DEPTH, KEY_BYTES, SealKind
+from vllm_llumnix.kv.messages import DEPTH, KEY_BYTES, NetworkName, SealKind
 from vllm_llumnix.kv.staging import StagingArea
 
 NONCE, CAPABILITY = bytes(32), bytes(range(CAPABILITY_BYTES))
@@ -40,6 +40,7 @@ requests = st.fixed_dictionaries(
         "key": st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES) | values,
         "number": st.integers(-1, 2**32) | values,
         "kind": st.sampled_from(get_args(SealKind)) | values,
+        "network": st.sampled_from(get_args(NetworkName)) | values,
     }
 )
 
@@ -50,7 +51,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     memory, grants = Memory(seed=1), Grants()
     grants.allow(CAPABILITY, GRANTED)
     area = StagingArea(memory.blocks, area_bytes=1)
-    server = BlockServer(HostMemory(memory.blocks), NONCE, grants, "127.0.0.1", staging=area)
+    server = BlockServer(HostMemory(memory.blocks), NONCE, grants, "127.0.0.1", staging={"mooncake": area})
     server.start()
     yield server
     assert len(ask(server, framed(msgspec.msgpack.encode(good(GRANTED))))) > memory.blocks.bytes_per_block

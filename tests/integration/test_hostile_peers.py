@@ -224,6 +224,7 @@ async def test_reserve_is_a_front_door(engines: Engines, offer: ReserveRequest, 
         ("elsewhere", {"tcp": "192.0.2.1:4000"}, Reason.ADDRESS_REFUSED),
         ("no address", {"tcp": "localhost"}, Reason.ADDRESS_REFUSED),
         ("segment elsewhere", {"mooncake": "192.0.2.1:4000"}, Reason.ADDRESS_REFUSED),
+        ("an agent's name", {"nixl": {"agent": "x"}}, Reason.INVALID_REQUEST),
     ]:
         ask = named(offer, name)
         ask.tokens_will_do = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import pytest_asyncio
 import torch
 
 from tests.kv.fakes import FakeEvent, FakeStream, FakeWorker, Memory, SourceProcess, packed, source_process
+from tests.kv.staged import BIG, Over, Reader, Source
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo
@@ -54,6 +56,23 @@ async def client(info: MoverInfo) -> AsyncIterator[MoverClient]:
     client = MoverClient(info)
     yield client
     client.close()
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Any]]:
+    opened: list[Any] = []
+    yield opened
+    for one in reversed(opened):
+        one.close()
+
+
+@pytest.fixture
+def pair(over: Over, closing: list[Any]) -> tuple[Source, Reader]:
+    """Both ends of a network, which the test module's `over` names."""
+    source = Source(over, Memory(shapes=BIG, seed=1, num_blocks=64))
+    reader = Reader(over, Memory(shapes=BIG, seed=2, num_blocks=64))
+    closing += [source, reader.transport]
+    return source, reader
 
 
 @pytest.fixture

@@ -27,11 +27,12 @@ from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 from vllm_llumnix.kv.memory import CudaMemory, HostMemory
-from vllm_llumnix.kv.messages import CudaShare, PeerMemory, Pull
+from vllm_llumnix.kv.messages import CudaShare, NetworkName, NixlMemory, PeerMemory, Pull
 from vllm_llumnix.kv.mooncake import MooncakeEngine
+from vllm_llumnix.kv.nixl import NixlEngine
 from vllm_llumnix.kv.process import NoncePage, describe_memory
 from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.staging import StagingArea
+from vllm_llumnix.kv.staging import SharedStagingArea, StagingArea
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,8 +95,9 @@ def describe(
     tcp: str | None = None,
     mooncake: str | None = None,
     cuda: CudaShare | None = None,
+    nixl: NixlMemory | None = None,
 ) -> PeerMemory:
-    return describe_memory(memory.blocks, nonce, instance, rank=0, tcp=tcp, mooncake=mooncake, cuda=cuda)
+    return describe_memory(memory.blocks, nonce, instance, rank=0, tcp=tcp, mooncake=mooncake, cuda=cuda, nixl=nixl)
 
 
 def pull_of(peer: PeerMemory, source: list[int], destination: list[int], capability: bytes = b"", **more: Any) -> Pull:
@@ -125,13 +127,15 @@ def shared(memory: Memory) -> CudaShare:
 class SourceProcess:
     """Another process that holds a `Memory`; `memory` is our own copy of its bytes.
 
-    With a `capability`, it also serves all of its blocks under that; over Mooncake as well if `mooncake`. `cuda`: it
-    describes them as those of a GPU.
+    With a `capability`, it also serves all of its blocks under that; over a `network` as well. `cuda`: it describes
+    them as those of a GPU.
     """
 
-    def __init__(self, capability: bytes = b"", mooncake: bool = False, cuda: bool = False, **shape: Any) -> None:
+    def __init__(
+        self, capability: bytes = b"", network: NetworkName | None = None, cuda: bool = False, **shape: Any
+    ) -> None:
         self.memory = Memory(**shape)
-        flags = [repr(shape), capability.hex(), "mooncake" * mooncake, "cuda" * cuda]
+        flags = [repr(shape), capability.hex(), network or "", "cuda" * cuda]
         self._child = subprocess.Popen(
             [sys.executable, "-m", "tests.kv.fakes", *flags],
             stdin=subprocess.PIPE,
@@ -164,9 +168,9 @@ class SourceProcess:
 
 @contextlib.contextmanager
 def source_process(
-    capability: bytes = b"", mooncake: bool = False, cuda: bool = False, **shape: Any
+    capability: bytes = b"", network: NetworkName | None = None, cuda: bool = False, **shape: Any
 ) -> Iterator[SourceProcess]:
-    source = SourceProcess(capability, mooncake, cuda, **shape)
+    source = SourceProcess(capability, network, cuda, **shape)
     try:
         yield source
     finally:
@@ -292,19 +296,25 @@ def _serve() -> None:
     import ast
 
     memory = Memory(**ast.literal_eval(sys.argv[1]))
-    nonce, tcp, segment, staging = NoncePage(), None, None, None
+    nonce, tcp, found = NoncePage(), None, dict[str, Any]()
     if capability := bytes.fromhex(sys.argv[2]):
         grants = Grants()
         grants.allow(capability, range(memory.num_blocks))
-        if sys.argv[3]:
-            staging, engine = StagingArea(memory.blocks), MooncakeEngine("127.0.0.1", "tcp")
-            engine.register(staging.address, staging.num_bytes)
-            segment = engine.segment
+        staging: dict[NetworkName, StagingArea] = {}
+        match sys.argv[3]:
+            case "mooncake":
+                area, engine = StagingArea(memory.blocks), MooncakeEngine("127.0.0.1", "tcp")
+                engine.register(area.address, area.num_bytes)
+                staging, found = {"mooncake": area}, {"mooncake": engine.segment}
+            case "nixl":
+                outgoing, incoming = (SharedStagingArea(memory.blocks) for _ in range(2))
+                beside = NixlEngine("lo", outgoing, incoming)
+                staging, found = {"nixl": outgoing}, {"nixl": beside.memory}
         server = BlockServer(HostMemory(memory.blocks), nonce.value, grants, "127.0.0.1", staging=staging)
         server.start()
         tcp = f"127.0.0.1:{server.port}"
     cuda = shared(memory) if sys.argv[4] else None
-    print(messages.encode(describe(memory, nonce, "there", tcp, segment, cuda)).hex(), flush=True)
+    print(messages.encode(describe(memory, nonce, "there", tcp, cuda=cuda, **found)).hex(), flush=True)
     sys.stdin.read()
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.patching.conftest import Miniature
 from vllm_llumnix import doctor
 from vllm_llumnix.cli import ExitCode, main
+from vllm_llumnix.kv import nixl_process
 from vllm_llumnix.patching.installed import examine
 from vllm_llumnix.patching.series import load, root
 from vllm_llumnix.seams import ALL
@@ -133,6 +134,24 @@ def test_local_transport_check(monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor.local_transport()
     assert check.result == "not available (Operation not permitted)"
     assert "ptrace_scope" in check.problem
+
+
+def test_nixl_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optional; what is installed and does not start, or ends its process, is a problem."""
+    monkeypatch.setattr(nixl_process, "why_not_installed", lambda: "NIXL is not installed: pip")
+    assert (doctor.nixl().result, doctor.nixl().problem) == ("NIXL is not installed (optional): pip", "")
+    monkeypatch.setattr(nixl_process, "why_not_installed", lambda: None)
+    for code, problem in (
+        ("raise ImportError('no libssl')", "ImportError: no libssl"),
+        ("import os; os.abort()", "it ends with status -6"),
+    ):
+        monkeypatch.setattr(doctor, "_NIXL", code)
+        assert (doctor.nixl().result, doctor.nixl().problem) == ("broken", f"NIXL does not start: {problem}")
+
+
+def test_nixl_starts_here() -> None:
+    check = doctor.nixl()
+    assert (check.result[:11], check.problem) == ("NIXL starts", "")
 
 
 def test_hook_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

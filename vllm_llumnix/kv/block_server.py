@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves blocks of this worker's KV memory over TCP to peers who may have them: sends them, the source's end of the
-`tcp` transport, or puts them where Mooncake can read them.
+`tcp` transport, or puts them where a network can read them.
 
 A thread waits for connections and each connection has one; all are daemons. A peer shows the capability of its
 migration with every request and gets the blocks that the engine has granted under it, straight from where they lie.
@@ -14,7 +14,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -23,7 +23,14 @@ from vllm_llumnix.kv.block_stage import Stage
 from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.memory import BlockMemory
-from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, StageAnswer, StageRequest, decode_request
+from vllm_llumnix.kv.messages import (
+    BlockAnswer,
+    BlockRequest,
+    NetworkName,
+    StageAnswer,
+    StageRequest,
+    decode_request,
+)
 from vllm_llumnix.kv.process import name_thread, yield_cores
 from vllm_llumnix.kv.staging import StagingArea
 
@@ -56,16 +63,16 @@ class BlockServer:
         grants: Grants,
         host: str,
         tls: ssl.SSLContext | None = None,
-        staging: StagingArea | None = None,
+        staging: Mapping[NetworkName, StagingArea] | None = None,
         at_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """`staging`: what Mooncake reads, if it runs. `at_start`: what each serving thread does before anything else.
+        """`staging`: what each network reads that runs. `at_start`: what each serving thread does before anything else.
         Raises OSError if `host` cannot be listened at."""
         self._memory = memory
         self._nonce = nonce
         self._grants = grants
         self._tls = tls
-        self._staging = staging
+        self._staging = staging or {}
         self._at_start = at_start
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
@@ -137,7 +144,7 @@ class BlockServer:
                 if isinstance(request, BlockRequest):
                     self._send(connection, request)
                 else:
-                    stage = stage or self._new_stage()
+                    stage = stage or self._new_stage(request.network)
                     self._stage(connection, request, stage)
                 busy = stage is not None and stage.holds_buffers
                 idle_s = STAGED_SECONDS if busy else IDLE_SECONDS
@@ -156,14 +163,16 @@ class BlockServer:
                 self._idle.pop(connection, None)
             connection.close()
 
-    def _new_stage(self) -> Stage:
+    def _new_stage(self, network: NetworkName) -> Stage:
         """Raises ValueError."""
-        if self._staging is None:
-            raise ValueError("a peer asks for Mooncake, which does not run here")
-        return Stage(self._memory, self._staging, self._grants, GRANT_SECONDS)
+        if network not in self._staging:
+            raise ValueError(f"a peer asks for {network}, which does not run here")
+        return Stage(self._memory, network, self._staging[network], self._grants, GRANT_SECONDS)
 
     def _stage(self, connection: socket.socket, request: StageRequest, stage: Stage) -> None:
-        """Raises OSError."""
+        """Raises OSError, ValueError."""
+        if request.network != stage.network:
+            raise ValueError(f"a connection is for {stage.network} or for {request.network}")
         if request.nonce != self._nonce:
             send_frame(connection, StageAnswer(ANOTHER_PROCESS))
         elif request.blocks:

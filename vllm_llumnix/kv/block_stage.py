@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts granted blocks where Mooncake can read them: the serving end of the `mooncake` transport."""
+"""Puts granted blocks where a network can read them: the serving end of `transport.staged`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.memory import BlockMemory
-from vllm_llumnix.kv.messages import DEPTH, StageAnswer, StageRequest
+from vllm_llumnix.kv.messages import DEPTH, NetworkName, StageAnswer, StageRequest
 from vllm_llumnix.kv.seal import new_key, sealer
 from vllm_llumnix.kv.staging import Slot, StagingArea
 
@@ -25,7 +25,10 @@ class Stage:
     What lies there is on its way in the sense of `Grants`: whoever revokes the grant waits until it is cleared.
     """
 
-    def __init__(self, memory: BlockMemory, area: StagingArea, grants: Grants, grant_seconds: float) -> None:
+    def __init__(
+        self, memory: BlockMemory, network: NetworkName, area: StagingArea, grants: Grants, grant_seconds: float
+    ) -> None:
+        self.network = network
         self._blocks = area.blocks_of(memory)
         self._area = area
         self._grants = grants

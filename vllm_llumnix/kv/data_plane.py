@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -26,29 +26,34 @@ from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.memory import BlockMemory, CudaMemory, HostMemory
-from vllm_llumnix.kv.messages import CudaShare, PeerMemory
+from vllm_llumnix.kv.messages import CudaShare, NetworkName, PeerMemory
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.mover import Mover
+from vllm_llumnix.kv.nixl import NixlEngine
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
-from vllm_llumnix.kv.settings import MooncakeSettings, WorkerSettings
-from vllm_llumnix.kv.staging import GpuStagingArea, StagingArea
+from vllm_llumnix.kv.settings import MooncakeSettings, NixlSettings, WorkerSettings
+from vllm_llumnix.kv.staging import GpuStagingArea, SharedStagingArea, StagingArea
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport
 from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
-from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
+from vllm_llumnix.kv.transport.mooncake import MooncakeNetwork
+from vllm_llumnix.kv.transport.nixl import NixlNetwork
+from vllm_llumnix.kv.transport.staged import Network, StagedTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.vllm_cache import layout_of, storage_of
 from vllm_llumnix.kv.vllm_types import ModelRunner, Worker
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+W = TypeVar("W", MooncakeSettings, NixlSettings)
 
 
-class _Mooncake(NamedTuple):
-    """`outgoing` is what peers read, into `incoming` is read from them."""
+class _Staged(NamedTuple):
+    """A network that runs. `outgoing` is what peers read, into `incoming` is read from them."""
 
-    engine: MooncakeEngine
+    engine: MooncakeEngine | NixlEngine
+    network: Network
     outgoing: StagingArea
     incoming: StagingArea
     exposed: bool
@@ -73,7 +78,7 @@ class DataPlane:
         self._nonce = NoncePage()
         self._grants = Grants()
         self._shared: CudaShare | None = None
-        self._mooncake: _Mooncake | None = None
+        self._staged: dict[NetworkName, _Staged] = {}
         self._server: BlockServer | None = None
         self._rank: int = worker.rank
         # Torch allocates on a thread's current device, which is the first one unless somebody says otherwise.
@@ -108,8 +113,9 @@ class DataPlane:
             self._rank,
             self.unavailable,
             with_port(host, server.port) if server is not None else None,
-            self._mooncake and self._mooncake.engine.segment,
+            next((engine.segment for engine in self._engines if isinstance(engine, MooncakeEngine)), None),
             self._shared,
+            next((engine.memory for engine in self._engines if isinstance(engine, NixlEngine)), None),
         )
 
     def close(self) -> None:
@@ -118,39 +124,43 @@ class DataPlane:
         if self._server is not None:
             self._server.close()
         self.mover.close()
-        if self._mooncake is not None:
-            self._mooncake.engine.close()
+        for engine in self._engines:
+            engine.close()
+
+    @property
+    def _engines(self) -> list[MooncakeEngine | NixlEngine]:
+        return [staged.engine for staged in self._staged.values()]
 
     def _open(self, memory: BlockMemory, storage: torch.Tensor | None) -> list[Transport]:
         """The transports that are wanted and can be had; and what peers read through is served. `storage`: a GPU's."""
         settings = self._settings
         self.choice = beside_the_model(partial(kernels.settle, self.layout, memory.storage.device))
-        self._mooncake = self._mooncake_or_not(memory)
+        self._stage_or_not("nixl", settings.nixl, partial(_nixl, memory))
+        self._stage_or_not("mooncake", settings.mooncake, partial(_mooncake, memory))
         if storage is not None and "local" in settings.transports:
             self._shared = self._share_or_not(storage)
         names = [name for name in settings.transports if name not in self.missing]
-        transports = [_transport(name, memory, settings, self._mooncake) for name in names]
+        transports = [_transport(name, memory, settings, self._staged) for name in names]
         if settings.allow_readers and "local" in names:
             allow_readers()
-        if {"tcp", "mooncake"}.intersection(names):
-            tls, staging = tls_context(settings, server_side=True), self._mooncake and self._mooncake.outgoing
+        if "tcp" in names or self._staged:
+            tls = tls_context(settings, server_side=True)
+            staging = {name: staged.outgoing for name, staged in self._staged.items()}
             server = BlockServer(memory, self._nonce.value, self._grants, settings.host, tls, staging, self._at_start)
             beside_the_model(server.start)
             self._server = server
         return transports
 
-    def _mooncake_or_not(self, memory: BlockMemory) -> _Mooncake | None:
-        wanted = self._settings.mooncake
+    def _stage_or_not(self, name: NetworkName, wanted: W | None, start: Callable[[W], _Staged]) -> None:
         if wanted is None:
-            return None
+            return
         try:
-            return beside_the_model(lambda: _mooncake(memory, wanted))
+            self._staged[name] = beside_the_model(partial(start, wanted))
         except TransportUnavailable as error:
             if wanted.required:
                 raise
-            self.missing["mooncake"] = str(error)
-            logger.info("no transport mooncake: %s", error)
-            return None
+            self.missing[name] = str(error)
+            logger.info("no transport %s: %s", name, error)
 
     def _share_or_not(self, storage: torch.Tensor) -> CudaShare | None:
         try:
@@ -161,7 +171,9 @@ class DataPlane:
             return None
 
 
-def _transport(name: str, memory: BlockMemory, settings: WorkerSettings, mooncake: _Mooncake | None) -> Transport:
+def _transport(
+    name: str, memory: BlockMemory, settings: WorkerSettings, networks: Mapping[NetworkName, _Staged]
+) -> Transport:
     match name:
         case "local" if isinstance(memory, CudaMemory):
             return LocalCudaTransport(memory.storage, memory.layout)
@@ -169,27 +181,35 @@ def _transport(name: str, memory: BlockMemory, settings: WorkerSettings, mooncak
             return LocalTransport(memory.layout)
         case "tcp":
             return TcpTransport(memory, tls_context(settings, server_side=False))
-        case "mooncake" if mooncake is not None:
+        case "mooncake" | "nixl" if (staged := networks.get(name)) is not None:
             connections = Connections(tls_context(settings, server_side=False))
-            return MooncakeTransport(memory, mooncake.engine, mooncake.incoming, connections, exposed=mooncake.exposed)
+            return StagedTransport(memory, staged.network, staged.incoming, connections, exposed=staged.exposed)
     raise ValueError(f"no transport {name!r}")
 
 
-def _mooncake(memory: BlockMemory, wanted: MooncakeSettings) -> _Mooncake:
+def _nixl(memory: BlockMemory, wanted: NixlSettings) -> _Staged:
+    """Through main memory, also from and to GPUs: theirs cannot be handed to another process and to a network card.
+    Raises TransportUnavailable."""
+    outgoing, incoming = (SharedStagingArea(memory.layout, num) for num in (wanted.max_out, wanted.max_in))
+    engine = NixlEngine(wanted.devices, outgoing, incoming)
+    return _Staged(engine, NixlNetwork(engine, incoming), outgoing, incoming, exposed=True)
+
+
+def _mooncake(memory: BlockMemory, wanted: MooncakeSettings) -> _Staged:
     """Raises TransportUnavailable."""
     engine = MooncakeEngine(wanted.host, wanted.protocol, wanted.devices)
     if wanted.protocol == "rdma" and wanted.gpu_direct and isinstance(memory, CudaMemory):
         try:
-            mooncake = _staged(engine, partial(GpuStagingArea, memory), wanted)
+            staged = _registered(engine, partial(GpuStagingArea, memory), wanted)
         except (TransportUnavailable, torch.OutOfMemoryError) as error:
             logger.warning("mooncake goes through main memory: no buffers on the GPU: %s", error)
         else:
             logger.info("mooncake reads and writes buffers on the GPU")
-            return mooncake
-    return _staged(engine, partial(StagingArea, memory.layout), wanted)
+            return staged
+    return _registered(engine, partial(StagingArea, memory.layout), wanted)
 
 
-def _staged(engine: MooncakeEngine, area: Callable[[int], StagingArea], wanted: MooncakeSettings) -> _Mooncake:
+def _registered(engine: MooncakeEngine, area: Callable[[int], StagingArea], wanted: MooncakeSettings) -> _Staged:
     """`area` makes one for so many moves. Raises TransportUnavailable."""
     outgoing, incoming = area(wanted.max_out), area(wanted.max_in)
     exposed = wanted.protocol != "tcp"
@@ -201,7 +221,7 @@ def _staged(engine: MooncakeEngine, area: Callable[[int], StagingArea], wanted: 
         except TransportUnavailable:
             engine.unregister(outgoing.address)
             raise
-    return _Mooncake(engine, outgoing, incoming, exposed)
+    return _Staged(engine, MooncakeNetwork(engine), outgoing, incoming, exposed)
 
 
 def tls_context(settings: WorkerSettings, *, server_side: bool) -> ssl.SSLContext | None:

@@ -13,8 +13,14 @@ from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 NONCE_BYTES = 32
 KEY_BYTES = 16
+GREETING_BYTES = 32
+MAX_NIXL_METADATA = 64 << 10
+"""Some hundred bytes for each network device and each of its rails."""
 DEPTH = 4
-"""Buffers of one pull over Mooncake: while one is on its way, others are filled and emptied."""
+"""Buffers of one pull by way of a staging area: while one is on its way, others are filled and emptied."""
+
+NetworkName: TypeAlias = Literal["mooncake", "nixl"]
+"""Networks that read staging areas."""
 
 SealKind: TypeAlias = Literal["gmac", "multilinear"]
 """See `seal`: for bytes in main memory, and on a GPU."""
@@ -39,6 +45,21 @@ class CudaShare(msgspec.Struct, frozen=True):
     event_required: bool
 
 
+class NixlMemory(msgspec.Struct, frozen=True):
+    """What a peer needs to read a worker's staging area with NIXL.
+
+    agent: the name of the NIXL agent beside the worker. metadata: NIXL's own description of it, opaque to us: how UCX
+    connects to it, and keys of the area. address, num_bytes: where the area lies in the agent's process. greeting: its
+    first bytes.
+    """
+
+    agent: Annotated[str, msgspec.Meta(pattern=r"^llumnix-[0-9a-f]{32}$")]
+    metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_NIXL_METADATA)]
+    address: Annotated[int, msgspec.Meta(ge=0, lt=2**57)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=GREETING_BYTES, lt=2**48)]
+    greeting: Annotated[bytes, msgspec.Meta(min_length=GREETING_BYTES, max_length=GREETING_BYTES)]
+
+
 class PeerMemory(msgspec.Struct, frozen=True):
     """The KV memory of one worker process, in words that identify the process beyond its pid.
 
@@ -46,8 +67,8 @@ class PeerMemory(msgspec.Struct, frozen=True):
     the process's own offer (the nonce and a digest of the layout) before it believes an address.
     `unavailable` says why this memory cannot be read at all; then `layout` has no regions. `tcp` is
     the HOST:PORT where the process sends blocks to those who may have them, if it does; `mooncake`
-    the name of its Mooncake segment, HOST:PORT as well, if it runs one; `cuda` how to map the memory
-    if it is a GPU's.
+    the name of its Mooncake segment, HOST:PORT as well, if it runs one; `nixl` how to find its NIXL
+    agent, if it runs one; `cuda` how to map the memory if it is a GPU's.
     """
 
     instance: str
@@ -63,6 +84,7 @@ class PeerMemory(msgspec.Struct, frozen=True):
     tcp: str | None = None
     mooncake: str | None = None
     cuda: CudaShare | None = None
+    nixl: NixlMemory | None = None
 
 
 class Thread(msgspec.Struct, frozen=True):
@@ -220,11 +242,11 @@ class BlockAnswer(msgspec.Struct, frozen=True):
 
 
 class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
-    """Put these blocks, in the order of `kernels.gather`, where Mooncake can read them.
+    """Put these blocks, in the order of `kernels.gather`, where a network can read them.
 
     slot: into which of the connection's buffers; the peer reads it no more. key, number, kind: what to
-    seal the bytes with. final: a stream waits for them. Without blocks, not answered: the peer reads none of the
-    buffers any more.
+    seal the bytes with. final: a stream waits for them. network: the one that reads, the same for all of a connection.
+    Without blocks, not answered: the peer reads none of the buffers any more.
     """
 
     nonce: _Nonce
@@ -235,10 +257,11 @@ class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
     number: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     final: bool = False
     kind: SealKind = "gmac"
+    network: NetworkName = "mooncake"
 
 
 class StageAnswer(msgspec.Struct, frozen=True):
-    """The place where the bytes lie, for Mooncake, and what their seal is."""
+    """The place where the bytes lie, for the network, and what their seal is."""
 
     error: str | None = None
     address: _Address = 0

@@ -83,11 +83,11 @@ class MooncakeEngine:
         self._registered.discard(address)
         self._engine.unregister_memory(address)
 
-    def begin_read(self, segment: str, slot: Slot, source_address: int, num_bytes: int) -> Read:
+    def begin_read(self, segment: str, slot: Slot, source_address: int, num_bytes: int) -> MooncakeRead:
         """Copy from a peer's `source_address` to the start of `slot`."""
         submit = self._engine.batch_transfer_async_read
         batch = self._helpers.submit(submit, segment, [slot.address], [source_address], [num_bytes])
-        return Read(self._engine, batch, slot)
+        return MooncakeRead(self._engine, batch, slot)
 
     def close(self) -> None:
         """Peers read nothing any more, and nothing is begun here. What is under way goes on."""
@@ -96,8 +96,8 @@ class MooncakeEngine:
         self._helpers.shutdown(wait=False, cancel_futures=True)
 
 
-class Read:
-    _under_way: ClassVar[set[Read]] = set()
+class MooncakeRead:
+    _under_way: ClassVar[set[MooncakeRead]] = set()
     """Batches under way: their buffers must not be freed, whoever has forgotten them."""
 
     def __init__(self, engine: Any, batch: Future[int], slot: Slot) -> None:

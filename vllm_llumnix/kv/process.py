@@ -25,7 +25,7 @@ import msgspec
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout
-from vllm_llumnix.kv.messages import NONCE_BYTES, CudaShare, PeerMemory, Thread
+from vllm_llumnix.kv.messages import NONCE_BYTES, CudaShare, NixlMemory, PeerMemory, Thread
 
 _PR_SET_NAME = 15
 _PR_SET_PTRACER = 0x59616D61
@@ -142,6 +142,7 @@ def describe_memory(
     tcp: str | None = None,
     mooncake: str | None = None,
     cuda: CudaShare | None = None,
+    nixl: NixlMemory | None = None,
 ) -> PeerMemory:
     """The description of this process that peers need in order to read `layout`; offers it to them."""
     started = start_time(os.getpid())
@@ -162,6 +163,7 @@ def describe_memory(
         tcp=tcp,
         mooncake=mooncake,
         cuda=cuda,
+        nixl=nixl,
     )
 
 

@@ -37,12 +37,24 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_out: int
 
 
+class NixlSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """devices: network devices that UCX may use, in its words, separated by commas. required: whether a worker without
+    NIXL must not start. max_in, max_out: how many moves there are buffers for.
+    """
+
+    devices: str
+    required: bool
+    max_in: int
+    max_out: int
+
+
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sent as msgpack.
 
     instance: the engine's id. transports: those to be used, in order of preference. host: where blocks are served.
-    tls: paths of certificate, key and authority, or none. mooncake: if it is one of the transports. allow_readers: see
-    `process.allow_readers`. directory: where the endpoint's private directory is made; default: the system's.
+    tls: paths of certificate, key and authority, or none. mooncake, nixl: if they are among the transports.
+    allow_readers: see `process.allow_readers`. directory: where the endpoint's private directory is made; default: the
+    system's.
     """
 
     instance: str
@@ -50,5 +62,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     tls: tuple[str, str, str] | None = None
     mooncake: MooncakeSettings | None = None
+    nixl: NixlSettings | None = None
     allow_readers: bool = True
     directory: str | None = None

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers between KV memory and a network that reads and writes memory by itself.
 
-Whoever can reach Mooncake's ports can read what is registered with it, and write to it. So KV memory never is: blocks
-are gathered into a buffer of a `StagingArea` and scattered from one, and nothing is believed for lying there.
+Whoever can reach Mooncake's ports can read what is registered with it, and write to it; with NIXL, what the process has
+that it runs in. So KV memory never is: blocks are gathered into a buffer of a `StagingArea` and scattered from one, and
+nothing is believed for lying there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
+import os
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ import torch
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.memory import BlockMemory, Blocks, CudaMemory, OnDevice
-from vllm_llumnix.kv.messages import DEPTH, SealKind
+from vllm_llumnix.kv.messages import DEPTH, GREETING_BYTES, SealKind
 
 SLOT_BYTES: Final = 4 << 20
 """What is said and waited for between buffers takes as long as 1 MiB: `benchmarks/transport.py` moved 0.95 GB/s in
@@ -37,7 +41,7 @@ NUM_PULLS: Final = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """One buffer: a row of bytes, at `address`."""
+    """One buffer: a row of bytes, which the network finds at `address`."""
 
     memory: torch.Tensor
     address: int
@@ -60,10 +64,10 @@ class StagingArea:
         self.slot_bytes = -(-max(slot_bytes, layout.bytes_per_block) // mmap.PAGESIZE) * mmap.PAGESIZE
         num_slots = DEPTH * max(MIN_PULLS, min(num_pulls, area_bytes // (DEPTH * self.slot_bytes)))
         self.num_bytes = num_slots * self.slot_bytes
-        self._bytes = self._zeros(self.num_bytes)
+        self._bytes = self._area(self.num_bytes)
         self.address = self._bytes.data_ptr()
         slots = self._bytes.split(self.slot_bytes)
-        self._free = [Slot(memory, memory.data_ptr()) for memory in slots]
+        self._free = [Slot(memory, self._place_of(memory)) for memory in slots]
         self._quarantined: list[tuple[Slot, Callable[[], bool]]] = []
         self._changed = threading.Condition()
 
@@ -115,12 +119,45 @@ class StagingArea:
     def _zeros(self, num_bytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
+    def _area(self, num_bytes: int) -> torch.Tensor:
+        return self._zeros(num_bytes)
+
+    def _place_of(self, memory: torch.Tensor) -> int:
+        return int(memory.data_ptr())
+
     def _there_are(self, count: int) -> bool:
         if len(self._free) < count:
             over = [entry for entry in self._quarantined if entry[1]()]
             self._quarantined = [entry for entry in self._quarantined if entry not in over]
             self._free += [slot for slot, _ in over]
         return len(self._free) >= count
+
+
+class SharedStagingArea(StagingArea):
+    """Buffers in a memory file that another process of ours maps as well, with a greeting before them by which a peer
+    that reads it knows that it reads this. The addresses of slots count from the beginning of the file.
+
+    Nobody can make the file shorter: the process that has it is not trusted with ours.
+    """
+
+    fd: int
+    greeting: bytes
+
+    def close(self) -> None:
+        """The mapping stays, the descriptor does not."""
+        os.close(self.fd)
+
+    def _area(self, num_bytes: int) -> torch.Tensor:
+        self.fd = os.memfd_create("llumnix-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, mmap.PAGESIZE + num_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        file = mmap.mmap(self.fd, mmap.PAGESIZE + num_bytes)
+        self.greeting = secrets.token_bytes(GREETING_BYTES)
+        file[:GREETING_BYTES] = self.greeting
+        return torch.frombuffer(file, dtype=torch.uint8, offset=mmap.PAGESIZE)
+
+    def _place_of(self, memory: torch.Tensor) -> int:
+        return int(memory.data_ptr() - self.address + mmap.PAGESIZE)
 
 
 class GpuStagingArea(StagingArea):

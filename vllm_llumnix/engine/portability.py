@@ -20,6 +20,7 @@ from typing import Any
 from vllm_llumnix.engine.block_rows import Kind, kind_of
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Engine, Request
+from vllm_llumnix.features_wire import MAX_INPUT_BYTES, is_plain, is_whole, num_bytes
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.process import boot_id
 from vllm_llumnix.kv.vllm_types import KVCacheGroup
@@ -69,6 +70,7 @@ class Subject:
     model_runner_v2: bool
     device: str
     spec_decode: bool
+    features_stay: str | None = None
 
     @property
     def params(self) -> Any:
@@ -150,6 +152,13 @@ MOVED = (
     ),
     Moved("priority, cache_salt", Exactness.BIT_EXACT, _ALL_CARRIED),
     Moved(
+        "images and the like",
+        Exactness.BIT_EXACT,
+        "what the processor made of them is carried; it is looked at again where a prompt is computed again",
+        v2=Evidence.BY_READING,
+    ),
+    Moved("prompt embeddings, among tokens or alone", Exactness.BIT_EXACT, "they are carried", v2=Evidence.BY_READING),
+    Moved(
         f"custom logits processors, all with the mark `{MARK} = True`",
         Exactness.BIT_EXACT,
         "the destination has the same ones, and gives them the tokens so far",
@@ -170,9 +179,21 @@ REFUSED_REQUESTS = (
         "its API server has no relay (it was not started with --enable-llumlet)", lambda it: not it.has_relay
     ),
     RefusedRequest("streaming input", lambda it: it.request.resumable),
-    RefusedRequest("multimodal input", lambda it: bool(it.request.mm_features)),
     RefusedRequest(
-        "prompt embeddings", lambda it: it.request.prompt_embeds is not None or it.request.prompt_token_ids is None
+        "images or the like, in an engine that prunes videos or has an encoder-cache connector or manager",
+        lambda it: bool(it.request.mm_features) and it.features_stay is not None,
+    ),
+    RefusedRequest(
+        "images or the like that the engine has only the address of (--mm-processor-cache-type shm)",
+        lambda it: not is_whole(it.request.mm_features),
+    ),
+    RefusedRequest(
+        f"images and prompt embeddings of more than {MAX_INPUT_BYTES >> 20} MiB, as the processor gives them",
+        lambda it: num_bytes(it.request.mm_features, it.request.prompt_embeds) > MAX_INPUT_BYTES,
+    ),
+    RefusedRequest(
+        "images or the like that overlap (sound within videos), or do not lie in host memory",
+        lambda it: not is_plain(it.request.mm_features, it.request.prompt_embeds),
     ),
     RefusedRequest(
         "KV transfer parameters", lambda it: bool(it.request.kv_transfer_params or it.request.ec_transfer_params)
@@ -269,9 +290,11 @@ KV_REFUSED_ENGINES = (
 ELSEWHERE = "workers on another host than the engine"
 
 
-def why_not_portable(request: Request, *, model_runner_v2: bool, device: str, spec_decode: bool) -> str | None:
+def why_not_portable(
+    request: Request, *, model_runner_v2: bool, device: str, spec_decode: bool, features_stay: str | None = None
+) -> str | None:
     """Why this request cannot be moved so that it goes on exactly; None if it can."""
-    subject = Subject(request, model_runner_v2, device, spec_decode)
+    subject = Subject(request, model_runner_v2, device, spec_decode, features_stay)
     return next((row.reason for row in REFUSED_REQUESTS if row.applies(subject)), None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, SlidingWindowMLASpec
@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from tests.engine.rig import Rig, full, states, window
 from tests.exactness import test_lora, test_matrix, test_together
-from tests.integration import test_any_state, test_refusals
+from tests.integration import test_any_state, test_images, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
 from tests.runner_v2 import test_kinds as runner_v2_kinds
 from tests.runner_v2 import test_speculation_and_lora
@@ -72,14 +72,18 @@ def begun(*, num_computed: int = 0, **parameters: Any) -> Request:
     return made
 
 
-IMAGE = MultiModalFeatureSpec(None, "image", "some-image", PlaceholderRange(offset=0, length=2))
+IMAGE = MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", "some-image", PlaceholderRange(offset=0, length=2))
+PRUNED, ELSEWHERE_IMAGES, OVERLAPPING, LARGE = [row.reason for row in REFUSED_REQUESTS if "images" in row.reason]
 
 REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
     ("pooling requests are not moved", request(pooling=PoolingParams()), CPU),
     ("its API server has no relay (it was not started with --enable-llumlet)", request(origin=None), CPU),
     ("streaming input", request(more={"resumable": True}), CPU),
-    ("multimodal input", request(more={"mm_features": [IMAGE]}), CPU),
-    ("prompt embeddings", request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8)}), CPU),
+    (PRUNED, request(more={"mm_features": [IMAGE]}), CPU | {"features_stay": "pruned"}),
+    (ELSEWHERE_IMAGES, request(more={"mm_features": [dataclasses.replace(IMAGE, data=None)]}), CPU),
+    (LARGE, request(prompt=None, more={"prompt_embeds": torch.zeros(13, 1 << 20)}), CPU),
+    (OVERLAPPING, request(more={"mm_features": [IMAGE, IMAGE]}), CPU),
+    (OVERLAPPING, request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8).to_sparse()}), CPU),
     ("KV transfer parameters", request(extra_args={"kv_transfer_params": {"x": 1}}), CPU),
     ("KV transfer parameters", request(extra_args={"ec_transfer_params": {"x": 1}}), CPU),
     ("extra arguments for custom logits processors", request(extra_args={"mine": 1}), CPU),
@@ -108,6 +112,9 @@ def test_refused_requests(reason: str, asked: Request, engine: dict[str, Any]) -
         (request(), CPU),
         (request(seed=1, temperature=1.0), CPU),
         (request(more={"lora_request": LoRARequest("adapter", 1, "/adapter")}), CPU),
+        (request(more={"mm_features": [IMAGE]}), CPU),
+        (request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8)}), CPU),
+        (request(), CPU | {"features_stay": "pruned"}),
         (begun(thinking_token_budget=9), CUDA | V2),
         (begun(seed=1), CUDA | V2),
         (begun(seed=1), CUDA | V2 | SPEC_DECODE),
@@ -310,6 +317,8 @@ SHOWN: dict[str, list[Shown]] = {
         test_lora.test_another_adapter_of_that_name,
     ],
     "priority, cache_salt": [("extras", "priority")],
+    "images and the like": [test_images.test_there_and_back],
+    "prompt embeddings, among tokens or alone": [test_images.test_there_and_back],
     "custom logits processors, all with the mark `llumnix_portable = True`": [("processor", True)],
     "a prefix-cache hit at the destination": [("prefix", "cached")],
     "a preempted request": [test_any_state.test_preempted],

@@ -188,12 +188,12 @@ REFUSED_REQUESTS = (
         lambda it: not is_whole(it.request.mm_features),
     ),
     RefusedRequest(
-        f"images and prompt embeddings of more than {MAX_INPUT_BYTES >> 20} MiB, as the processor gives them",
-        lambda it: num_bytes(it.request.mm_features, it.request.prompt_embeds) > MAX_INPUT_BYTES,
-    ),
-    RefusedRequest(
         "images or the like that overlap (sound within videos), or do not lie in host memory",
         lambda it: not is_plain(it.request.mm_features, it.request.prompt_embeds),
+    ),
+    RefusedRequest(
+        f"images and prompt embeddings of more than {MAX_INPUT_BYTES >> 20} MiB, as the processor gives them",
+        lambda it: num_bytes(it.request.mm_features, it.request.prompt_embeds) > MAX_INPUT_BYTES,
     ),
     RefusedRequest(
         "KV transfer parameters", lambda it: bool(it.request.kv_transfer_params or it.request.ec_transfer_params)

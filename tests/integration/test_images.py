@@ -38,7 +38,7 @@ pytestmark = pytest.mark.asyncio
 LENGTH = 120
 AT = 20
 SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 7}
-ROOM = 40
+ROOM = 56
 """KV blocks of `small`, of 32 tokens."""
 Begin = Callable[..., Awaitable[Stream]]
 
@@ -68,7 +68,7 @@ class Pair:
             build(VISION["paddleocr-vl"]),
             name=name,
             instance_id=name,
-            max_model_len=2048,
+            max_model_len=32 * (ROOM - 2),
             num_kv_blocks=num_kv_blocks,
             flags=("--dtype", "float32", "--enable-prompt-embeds", *flags),
         )
@@ -194,7 +194,7 @@ async def test_waiting(pair: Pair, begin: Begin, argument: int) -> None:
 async def test_in_the_middle_of_an_image(pair: Pair) -> None:
     """The destination goes on with the prompt, and looks at what is left of its images."""
     roomy, small = pair.roomy, pair.small
-    images = range(20, 40)
+    images = range(20, 36)
     expected = await unmoved(roomy, look, *images)
     async with Client(small.base_url) as client:
         stream = await look(client, *images)
@@ -211,10 +211,10 @@ async def test_in_the_middle_of_an_image(pair: Pair) -> None:
 async def test_preempted_where_it_has_moved_to(pair: Pair, begin: Begin, arguments: tuple[int, ...]) -> None:
     """`small` has room for one of the two in the end. What has come last is computed again there."""
     roomy, small = pair.roomy, pair.small
-    length = 32 * ROOM // 2
+    length = 500
     expected = await unmoved(roomy, begin, *arguments, length=length)
     async with Client(roomy.base_url) as client, Client(small.base_url) as other:
-        first = await other.complete(list(range(300, 380)), length, ignore_eos=True)
+        first = await other.complete([100 + n * 7 % 900 for n in range(1000)], length, ignore_eos=True)
         await first.wait_for(1)
         stream = await begin(client, *arguments, length=length)
         await stream.wait_for(AT)

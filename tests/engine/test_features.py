@@ -122,6 +122,14 @@ def test_embeddings_arrive_as_they_were(forms: Forms, config: VllmConfig, is_tok
     assert torch.equal(prompt.embeds, rows)
 
 
+def test_tokens_under_embeddings_may_be_strange(forms: Forms, config: VllmConfig) -> None:
+    """vLLM's front-end writes one of the tokenizer's there that the model need not have."""
+    rows, vocab_size = torch.randn(4, HIDDEN), config.model_config.get_vocab_size()
+    embeddings = embeddings_from(rows, [True, False, False, False])
+    prompt = arrived(state_of(prompt_token_ids=[7, 8, 10**6, -5], features=[], embeddings=embeddings), forms, config)
+    assert prompt.token_ids == [7, 8, vocab_size, vocab_size], "what vLLM's penalties look past"
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_tensors_arrive_as_they_were(dtype: torch.dtype) -> None:
     whole = torch.arange(24).reshape(2, 3, 4).to(dtype)
@@ -222,7 +230,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "rows and tokens": {"embeddings": Embeddings(ROWS, None)},
     "rows and no tokens": {"prompt_token_ids": [], "embeddings": Embeddings(ROWS, NO_TOKENS)},
     "no rows": {"prompt_token_ids": [], "embeddings": Embeddings(Tensor("int8", (0, HIDDEN), memoryview(b"")), None)},
-    "strange tokens": {"prompt_token_ids": [10**6, *PROMPT[1:]], "embeddings": Embeddings(ROWS, NO_TOKENS)},
+    "strange tokens": {"prompt_token_ids": [10**6, *PROMPT[1:]]},
+    "among rows": {"prompt_token_ids": [10**6, *PROMPT[1:]], "embeddings": Embeddings(ROWS, memoryview(b"\1" * 7))},
+    "below zero": {"prompt_token_ids": [-1, *PROMPT[1:]], "embeddings": Embeddings(ROWS, memoryview(b"\1" * 7))},
 }  # fmt: skip
 
 

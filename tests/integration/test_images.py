@@ -25,7 +25,7 @@ from llumlet.types import AdoptRequest, Epoch, RequestInfo
 from tests.engine.test_features import HOSTILE, IMAGE, PROMPT
 from tests.integration.test_any_state import in_phase
 from tests.integration.test_drain import exit_code
-from tests.integration.test_hostile_peers import refusal, state_of
+from tests.integration.test_hostile_peers import REFUSED, refusal, state_of
 from tests.integration.test_lost_owner import KILLED_S, ends, engine_of, has_engine
 from tests.support.client import Client, Stream, StreamFailed
 from tests.support.conservation import wait_idle
@@ -35,7 +35,7 @@ from tests.support.vision_models import HIDDEN, VISION, build, picture
 
 pytestmark = pytest.mark.asyncio
 
-LENGTH = 120
+LENGTH = 80
 AT = 20
 SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 7}
 ROOM = 56
@@ -132,7 +132,7 @@ async def unmoved(server: Server, begin: Begin, *arguments: int, **more: Any) ->
     [
         pytest.param(look, (1, 2), {}, id="images"),
         pytest.param(look, (3, 4), SEEDED | {"repetition_penalty": 1.2}, id="images-seeded"),
-        pytest.param(feel, (70,), {}, id="embeddings"),
+        pytest.param(feel, (70,), {}, id="embeddings", marks=pytest.mark.full),
         pytest.param(mixed, (71,), SEEDED, id="embeddings-among-tokens"),
     ],
 )
@@ -152,16 +152,10 @@ async def test_there_and_back(pair: Pair, begin: Begin, arguments: tuple[int, ..
         await wait_idle(server)
 
 
-async def test_what_is_seen_decides(pair: Pair) -> None:
-    """The tokens of another image, and of the same ones in another order, are others."""
-    seen = [(await unmoved(pair.roomy, look, *images)).token_ids for images in ((5, 6), (5, 7), (6, 5))]
-    assert len({tuple(tokens) for tokens in seen}) == 3
-
-
 async def test_the_same_image_is_found_in_the_cache_and_no_other(pair: Pair) -> None:
     roomy, small = pair.roomy, pair.small
     salt = uuid.uuid4().hex
-    hits = []
+    hits, said = [], []
     async with Client(small.base_url) as client:
         for image in (8, 8, 9):
             stream = await look(client, image, salt=salt)
@@ -169,19 +163,19 @@ async def test_the_same_image_is_found_in_the_cache_and_no_other(pair: Pair) -> 
             move = await move_stream(small, roomy, stream)
             assert move.live, move
             hits.append(move.hit_tokens)
-            await stream.result()
+            said.append((await stream.result()).token_ids)
     assert hits[0] == hits[2] == 0 < hits[1], hits
+    assert said[0] == said[1] != said[2], "what is seen decides"
     await wait_idle(roomy)
 
 
-@pytest.mark.parametrize(("begin", "argument"), [(look, 10), (feel, 72)])
-async def test_waiting(pair: Pair, begin: Begin, argument: int) -> None:
+async def test_waiting(pair: Pair) -> None:
     roomy, small = pair.roomy, pair.small
-    expected = await unmoved(roomy, begin, argument)
+    expected = await unmoved(roomy, look, 10)
     async with Client(small.base_url) as client:
         hogs = [await client.complete(list(range(300 + n, 340 + n)), 500, ignore_eos=True) for n in range(2)]
         await asyncio.gather(*(hog.wait_for(1) for hog in hogs))
-        stream = await begin(client, argument)
+        stream = await look(client, 10)
         waits = await in_phase(small, RequestInfo.WAITING)
         (move,) = await migrate(small, roomy, request_ids=[waits])
         assert (await stream.result()).token_ids == expected.token_ids
@@ -207,14 +201,14 @@ async def test_in_the_middle_of_an_image(pair: Pair) -> None:
     await wait_idle(small)
 
 
-@pytest.mark.parametrize(("begin", "arguments"), [(look, (11, 12)), (mixed, (73,))])
+@pytest.mark.parametrize(("begin", "arguments"), [(look, (11, 12)), pytest.param(mixed, (73,), marks=pytest.mark.full)])
 async def test_preempted_where_it_has_moved_to(pair: Pair, begin: Begin, arguments: tuple[int, ...]) -> None:
     """`small` has room for one of the two in the end. What has come last is computed again there."""
     roomy, small = pair.roomy, pair.small
-    length = 500
+    length = 200
     expected = await unmoved(roomy, begin, *arguments, length=length)
     async with Client(roomy.base_url) as client, Client(small.base_url) as other:
-        first = await other.complete([100 + n * 7 % 900 for n in range(1000)], length, ignore_eos=True)
+        first = await other.complete([100 + n * 7 % 900 for n in range(1400)], length, ignore_eos=True)
         await first.wait_for(1)
         stream = await begin(client, *arguments, length=length)
         await stream.wait_for(AT)
@@ -245,11 +239,11 @@ async def test_the_owner_is_killed(pair: Pair) -> None:
     """The API server starts again what it has the image of. Of one that it has sent before, its engine alone had it."""
     victim = pair.small
     kinds: list[tuple[Begin, tuple[int, ...]]] = [(look, (16,)), (feel, (75,))]
-    expected = [(await unmoved(pair.roomy, begin, *arguments, length=300)).token_ids for begin, arguments in kinds]
+    expected = [(await unmoved(pair.roomy, begin, *arguments, length=160)).token_ids for begin, arguments in kinds]
     async with Client(victim.base_url) as client:
-        streams = [await begin(client, *arguments, length=300) for begin, arguments in kinds]
+        streams = [await begin(client, *arguments, length=160) for begin, arguments in kinds]
         # It waits in `small`: what it is about has been sent.
-        again = await look(client, 16, 17, length=300)
+        again = await look(client, 16, 17, length=160)
         await asyncio.gather(*(stream.wait_for(AT) for stream in streams))
         engine_of(victim).kill()
         assert [(await stream.result()).token_ids for stream in streams] == expected
@@ -270,7 +264,7 @@ async def test_what_a_peer_says_of_an_image_is_checked(pair: Pair) -> None:
             state = state_of(**({"prompt_token_ids": PROMPT, "features": [IMAGE]} | changes))
             ask = AdoptRequest(epoch=Epoch(term=1), compatibility_digest=digest, request_state=state)
             refused = await refusal(client.adopt(ask))
-            assert refused.reason in {"invalid_request", "incompatible_engine"}, f"{name}: {refused}"
+            assert refused.reason in REFUSED, f"{name}: {refused}"
         # The same without a fault: its origin is nobody, so it is ended soon.
         state = state_of(prompt_token_ids=PROMPT, features=[IMAGE])
         await client.adopt(AdoptRequest(epoch=Epoch(term=1), compatibility_digest=digest, request_state=state))

@@ -118,7 +118,7 @@ class Forms:
                 self._known[modality] = self._ask_processor(modality)
             form = self._known[modality]
         if form is None:
-            raise Refused(Reason.INVALID_REQUEST, f"this engine's prompts have no {modality[:100]}")
+            raise Refused(Reason.INCOMPATIBLE_ENGINE, f"this engine's prompts have no {modality[:100]}")
         return form
 
     def _ask_processor(self, modality: str) -> Form | None:

@@ -104,9 +104,13 @@ def test_images_arrive_as_they_were(forms: Forms, config: VllmConfig) -> None:
             theirs.mm_hash,
             theirs.mm_position,
         )
-        assert {name: element.field for name, element in ours.data.items()} == {
-            name: element.field for name, element in theirs.data.items()
-        }
+        assert _fields(ours) == _fields(theirs)
+
+
+def _fields(spec: MultiModalFeatureSpec) -> dict[str, tuple[Any, ...]]:
+    """How each is put together with those of other items. Where it lay in its own prompt's tensors is past."""
+    fields = {name: element.field for name, element in spec.data.items()}
+    return {name: (type(it), it.keep_on_cpu, getattr(it, "dim", None)) for name, it in fields.items()}
 
 
 @pytest.mark.parametrize("is_token", [None, [True, False, False]])

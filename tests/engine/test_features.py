@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
 from tests.engine.rig import new_request, new_scheduler
 from tests.support.vision_models import HIDDEN, TEXT_TOKENS, VISION, build, picture
-from vllm_llumnix.engine.features import Forms
+from vllm_llumnix.engine.features import Forms, why_features_stay
 from vllm_llumnix.engine.prompts import Prompt, prompt_of
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.whole_images import send_whole_images
@@ -253,6 +254,24 @@ def test_too_much_is_refused(forms: Forms, config: VllmConfig) -> None:
     features = [image(offset=n, length=1, fields={"pixel_values": large}) for n in range(5)]
     with pytest.raises(Refused, match="more than"):
         arrived(state_of(features=features), forms, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [
+        ("pruned", "model_config.multimodal_config.video_pruning_rate", 0.5),
+        ("connector", "ec_transfer_config", object()),
+        ("manager", "ec_manager_config.encoder_cache_manager_cls", "some.Manager"),
+    ],
+)
+def test_whose_images_stay(
+    engine: Any, config: VllmConfig, name: str, attribute: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_features_stay(engine) is None
+    *way, last = attribute.split(".")
+    owner = functools.reduce(getattr, way, config)
+    monkeypatch.setitem(vars(owner), last, value)
+    assert name in (why_features_stay(engine) or "")
 
 
 @pytest.mark.parametrize(("epoch", "is_whole_there"), [(Epoch(0, 1), True), (Epoch(0, 0), False)])

@@ -220,6 +220,7 @@ async def test_preempted_where_it_has_moved_to(pair: Pair, begin: Begin, argumen
     await wait_idle(small)
 
 
+@pytest.mark.full
 async def test_drain(pair: Pair) -> None:
     """Two that run and one that waits."""
     leaver = pair.small

@@ -14,7 +14,7 @@ import itertools
 import os
 import signal
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -203,20 +203,20 @@ async def test_in_the_middle_of_an_image(pair: Pair) -> None:
 
 @pytest.mark.parametrize(("begin", "arguments"), [(look, (11, 12)), pytest.param(mixed, (73,), marks=pytest.mark.full)])
 async def test_preempted_where_it_has_moved_to(pair: Pair, begin: Begin, arguments: tuple[int, ...]) -> None:
-    """`small` has room for one of the two in the end. What has come last is computed again there."""
+    """`small` has no room for both in the end. Who loses its KV cache there is computed again from what came along."""
     roomy, small = pair.roomy, pair.small
-    length = 200
-    expected = await unmoved(roomy, begin, *arguments, length=length)
-    async with Client(roomy.base_url) as client, Client(small.base_url) as other:
-        first = await other.complete([100 + n * 7 % 900 for n in range(1400)], length, ignore_eos=True)
-        await first.wait_for(1)
-        stream = await begin(client, *arguments, length=length)
-        await stream.wait_for(AT)
-        move = await move_stream(roomy, small, stream)
-        assert move.live, move
-        await in_phase(small, RequestInfo.PREEMPTED)
-        assert (await stream.result()).token_ids == expected.token_ids
-        await first.result()
+    kinds: list[tuple[Begin, Sequence[int]]] = [(look, range(40, 54)), (begin, arguments)]
+    expected = [(await unmoved(roomy, how, *what, length=250)).token_ids for how, what in kinds]
+    async with Client(roomy.base_url) as client:
+        streams = [await how(client, *what, length=250) for how, what in kinds]
+        moves = []
+        for stream in streams:
+            await stream.wait_for(1)
+            moves.append(await move_stream(roomy, small, stream))
+        assert all(move.live for move in moves), moves
+        assert await in_phase(small, RequestInfo.PREEMPTED) in {move.request_id for move in moves}
+        assert [(await stream.result()).token_ids for stream in streams] == expected
+    assert has_engine(small), "it looked for the image in vain, and its requests went on elsewhere"
     await wait_idle(small)
 
 

@@ -61,7 +61,7 @@ lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 docs: install ## regenerate what is generated under docs/
 	@$(PY) -m tests.support.patches
 	@$(PY) -m tests.support.diagram docs/protocol.md
-	@$(PY) -m vllm_llumnix.engine.portability
+	@$(PY) -m vllm_llumnix.engine.portability_text
 	@$(PY) -m tests.support.failures docs/failures.md
 	@$(PY) -m tests.support.settings docs/settings.md
 	@$(PY) -m tests.support.llumnix_flags docs/defaults.md

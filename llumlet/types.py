@@ -68,8 +68,8 @@ from llumlet.proto.llumlet_pb2 import (
     WatchRequest,
 )
 
-MAX_MESSAGE_BYTES = 16 << 20
-"""Limit of one message, either way. A request of a million tokens takes about a third of it."""
+MAX_MESSAGE_BYTES = 65 << 20
+"""Limit of one message, either way: a request of a million tokens (5 MB), with 48 MiB of images."""
 
 NOT_WELL = frozenset({Health.SUSPECT, Health.HUNG})
 """Health of an engine to which nothing new is sent."""

@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.wire import MALFORMED
+from vllm_llumnix.features_wire import Embeddings, Feature, embeddings_from, features_from
 
 MAX_STATE_BYTES = 64 << 20
 
@@ -33,15 +34,22 @@ class RequestState(msgspec.Struct, frozen=True):
     structured_backend: str | None = None
     reasoning_ended: bool | None = None
     num_preemptions: int = 0
+    features: list[Feature] = []
+    """Images and the like, in the order of the prompt."""
+    embeddings: Embeddings | None = None
+    """Of the prompt, in place of tokens (there are none then) or of some of them."""
 
 
 def state_from(request: Any, **rest: Any) -> RequestState:
     """The state of vLLM's `Request` or `EngineCoreRequest`: what both say alike, and `rest`, the fields for which only
     the caller knows where to look."""
     params, adapter = request.sampling_params, request.lora_request
+    embeddings = embeddings_from(request.prompt_embeds, request.prompt_is_token_ids)
     return RequestState(
         request_id=request.request_id,
         prompt_token_ids=list(request.prompt_token_ids or ()),
+        features=features_from(request.mm_features),
+        embeddings=embeddings,
         sampling_params=encode_params(params),
         arrival_time=request.arrival_time,
         priority=request.priority,
@@ -89,16 +97,6 @@ def may_be_lost(kv_parameters: object) -> bool:
         return True
     known = isinstance(kv_parameters, dict) and "do_remote_prefill" in kv_parameters
     return known and not fetched_from_here(kv_parameters)
-
-
-def why_never(request: Any) -> str:
-    """Why vLLM's `EngineCoreRequest` can never be started again somewhere else; empty if it can."""
-    if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
-        return "its prompt is more than tokens"
-    extra = request.sampling_params.extra_args or {}
-    if extra.get(EC_PARAMETERS) or not may_be_lost(extra.get(KV_PARAMETERS)):
-        return "it has parameters for this engine alone"
-    return ""
 
 
 def decode_state(data: bytes) -> RequestState:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, SlidingWindowMLASpec
@@ -20,13 +20,12 @@ from vllm.v1.request import Request
 
 from tests.engine.rig import Rig, full, states, window
 from tests.exactness import test_lora, test_matrix, test_together
-from tests.integration import test_any_state, test_refusals
+from tests.integration import test_any_state, test_images, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
 from tests.runner_v2 import test_kinds as runner_v2_kinds
 from tests.runner_v2 import test_marks_and_traces, test_speculation_and_lora
 from tests.runner_v2 import test_states as runner_v2_states
 from vllm_llumnix.engine.portability import (
-    DOCUMENT,
     KV_REFUSED_ENGINES,
     MARK,
     MOVED,
@@ -35,11 +34,11 @@ from vllm_llumnix.engine.portability import (
     Evidence,
     Exactness,
     custom_logits_processors,
-    render,
     why_engine_unsupported,
     why_kv_unsupported,
     why_not_portable,
 )
+from vllm_llumnix.engine.portability_text import DOCUMENT, render
 from vllm_llumnix.engine.request_state import Residence, settle_in
 from vllm_llumnix.kv.process import boot_id
 
@@ -75,14 +74,18 @@ def begun(*, num_computed: int = 0, **parameters: Any) -> Request:
 
 FETCHED_FROM_HERE = "its KV cache is to be fetched from here by another engine (do_remote_decode)"
 OTHER_PARAMETERS = "KV transfer parameters other than those of a prompt that another engine has computed"
-IMAGE = MultiModalFeatureSpec(None, "image", "some-image", PlaceholderRange(offset=0, length=2))
+IMAGE = MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", "some-image", PlaceholderRange(offset=0, length=2))
+PRUNED, ELSEWHERE_IMAGES, OVERLAPPING, LARGE = [row.reason for row in REFUSED_REQUESTS if "images" in row.reason]
 
 REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
     ("pooling requests are not moved", request(pooling=PoolingParams()), CPU),
     ("its API server has no relay (it was not started with --enable-llumlet)", request(origin=None), CPU),
     ("streaming input", request(more={"resumable": True}), CPU),
-    ("multimodal input", request(more={"mm_features": [IMAGE]}), CPU),
-    ("prompt embeddings", request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8)}), CPU),
+    (PRUNED, request(more={"mm_features": [IMAGE]}), CPU | {"features_stay": "pruned"}),
+    (ELSEWHERE_IMAGES, request(more={"mm_features": [dataclasses.replace(IMAGE, data=None)]}), CPU),
+    (LARGE, request(prompt=None, more={"prompt_embeds": torch.zeros(13, 1 << 20)}), CPU),
+    (OVERLAPPING, request(more={"mm_features": [IMAGE, IMAGE]}), CPU),
+    (OVERLAPPING, request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8).to_sparse()}), CPU),
     (FETCHED_FROM_HERE, request(extra_args={"kv_transfer_params": {"do_remote_decode": True}}), CPU),
     (
         FETCHED_FROM_HERE,
@@ -120,6 +123,9 @@ def test_refused_requests(reason: str, asked: Request, engine: dict[str, Any]) -
         (begun(thinking_token_budget=9), CUDA | V2 | SPEC_DECODE),
         (begun(trace_decode_token_ids=[1, 2]), CUDA | V2),
         (begun(watermarking=True), CUDA | V2),
+        (request(more={"mm_features": [IMAGE]}), CPU),
+        (request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8)}), CPU),
+        (request(), CPU | {"features_stay": "pruned"}),
         (begun(seed=1), CUDA | V2),
         (begun(seed=1), CUDA | V2 | SPEC_DECODE),
         (begun(seed=1, temperature=0.0), CUDA),
@@ -332,6 +338,8 @@ SHOWN: dict[str, list[Shown]] = {
     "repetition detection": [("sampling", "repetition detection")],
     "trace replay, to an engine with --enable-trace-replay": [],
     "watermarking, to an engine with the same configuration": [],
+    "images and the like": [test_images.test_there_and_back],
+    "prompt embeddings, among tokens or alone": [test_images.test_there_and_back],
     "custom logits processors, all with the mark `llumnix_portable = True`": [("processor", True)],
     "`vllm_xargs`, for such processors": [("sampling", "vllm_xargs")],
     "a prefix-cache hit at the destination": [("prefix", "cached")],

@@ -33,6 +33,7 @@ def test_the_scheduler_and_what_hangs_on_it(model_dir: Path, asynchronous: bool)
     blocks = manager.get_blocks("a")
     found: dict[type, Any] = {
         vllm_types.Scheduler: scheduler,
+        vllm_types.EncoderCacheManager: scheduler.encoder_cache_manager,
         vllm_types.SchedulerConfig: scheduler.scheduler_config,
         vllm_types.LoRAConfig: LoRAConfig,
         vllm_types.KVCacheManager: manager,

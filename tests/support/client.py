@@ -206,13 +206,13 @@ class Client:
         assert self._session is not None
         await self._session.close()
 
-    async def complete(self, prompt: str | list[int], max_tokens: int, **parameters: Any) -> Stream:
+    async def complete(self, prompt: str | list[int] | None, max_tokens: int, **parameters: Any) -> Stream:
         """Start a completion: greedy unless `parameters` (fields of the request) say otherwise.
         Raises StreamFailed.
         """
         return await self._start("cmpl", "/v1/completions", {"prompt": prompt, "max_tokens": max_tokens, **parameters})
 
-    async def chat(self, messages: list[dict[str, str]], max_tokens: int, **parameters: Any) -> Stream:
+    async def chat(self, messages: list[dict[str, Any]], max_tokens: int, **parameters: Any) -> Stream:
         """The same through the chat endpoint."""
         body = {"messages": messages, "max_tokens": max_tokens, **parameters}
         return await self._start("chatcmpl", "/v1/chat/completions", body)

@@ -14,6 +14,7 @@ from vllm_llumnix import config as llumlet_config
 from vllm_llumnix.engine.agent import LlumletAgent, open_llumlet
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.facts import engine_facts
+from vllm_llumnix.engine.features import why_features_stay
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.load_events import follow_engine
 from vllm_llumnix.engine.loop import EngineLoop
@@ -25,6 +26,7 @@ from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.seams import SEAMS, require
 from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.vllm_types import Engine, Executor
+from vllm_llumnix.engine.whole_images import send_whole_images
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
@@ -61,10 +63,12 @@ def attach(engine: Engine) -> EngineLoop:
         device=engine.vllm_config.device_config.device_type,
         model_runner_v2=bool(engine.scheduler.use_v2_model_runner),
         spec_decode=engine.vllm_config.speculative_config is not None,
+        features_stay=why_features_stay(engine),
     )
     port = SchedulerPort(engine.scheduler, config.priority_ageing_seconds)
     progress = Progress(utility_seconds=config.utility_seconds)
     follow_engine(engine, port.load, progress)
+    send_whole_images(engine.scheduler)
     thread = LlumletThread()
     record = StepRecord(identity.incarnation, engine.scheduler.max_num_running_reqs, engine.batch_queue_size)
     loop = EngineLoop(engine, port, thread, record, progress)

@@ -10,8 +10,10 @@ from vllm.lora.request import LoRARequest
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.adapters import Adapters
+from vllm_llumnix.engine.features import Forms
 from vllm_llumnix.engine.grammars import Grammars
-from vllm_llumnix.engine.request_state import Residence, build_request, check_tokens, settle_in
+from vllm_llumnix.engine.prompts import check_tokens
+from vllm_llumnix.engine.request_state import Residence, build_request, settle_in
 from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import RequestState, decode_state
@@ -31,6 +33,7 @@ class RequestBuilder:
         self._reaches = reaches
         self._adapters = adapters
         self._vocab_size = engine.vllm_config.model_config.get_vocab_size()
+        self._forms = Forms(engine)
         self._grammars = Grammars(engine.structured_output_manager, record)
 
     async def read(self, data: bytes) -> tuple[RequestState, Residence]:
@@ -71,6 +74,7 @@ class RequestBuilder:
             tokenizer=self._grammars.tokenizer,
             block_hasher=self._engine.request_block_hasher,
             adapter=adapter,
+            forms=self._forms,
         )
 
     def append(self, request: Request, token_ids: list[int]) -> None:

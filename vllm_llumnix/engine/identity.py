@@ -26,6 +26,8 @@ class EngineIdentity:
     device: str
     model_runner_v2: bool
     spec_decode: bool
+    features_stay: str | None = None
+    """Why requests with images or the like stay here."""
 
     @property
     def kv_stays(self) -> str | None:

@@ -23,6 +23,8 @@ from vllm.v1.request import RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.wire import MALFORMED
+from vllm_llumnix.engine.features import Forms
+from vllm_llumnix.engine.prompts import check_tokens, prompt_of
 from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.request_wire import CONNECTOR_ARGS, RequestState, state_from
 
@@ -99,34 +101,43 @@ def state_of(request: Request, residence: Residence) -> RequestState:
 
 
 def build_request(
-    state: RequestState, *, config: VllmConfig, tokenizer: Any, block_hasher: Any, adapter: LoRARequest | None
+    state: RequestState,
+    *,
+    config: VllmConfig,
+    tokenizer: Any,
+    block_hasher: Any,
+    adapter: LoRARequest | None,
+    forms: Forms,
 ) -> Request:
     """vLLM's `Request` with its history, not yet known to any scheduler. Safe off the engine's loop.
 
-    `adapter` is this engine's own of the name that the state has; its path is part of the blocks' hashes.
+    `adapter` is this engine's own of the name that the state has; its path is part of the blocks' hashes. `forms`: of
+    this engine's images.
 
     Raises Refused(invalid_request) for what no engine could run, and for what this one could not with another reason.
     """
     max_model_len = config.model_config.max_model_len
     if not state.request_id:
         raise Refused(Reason.INVALID_REQUEST, "no request id")
-    if not state.prompt_token_ids:
-        raise Refused(Reason.INVALID_REQUEST, "no prompt")
-    check_tokens(state.prompt_token_ids + state.output_token_ids, config.model_config.get_vocab_size())
+    prompt = prompt_of(state, forms, config)
+    check_tokens(state.output_token_ids, config.model_config.get_vocab_size())
     params = decode_params(state, config, tokenizer)
     if params.max_tokens is None or params.max_tokens < 1:
         raise Refused(Reason.INVALID_REQUEST, "max_tokens is not set")
-    if len(state.prompt_token_ids) + params.max_tokens > max_model_len:
+    if prompt.length + params.max_tokens > max_model_len:
         raise Refused(
             Reason.REQUEST_TOO_LONG,
-            f"prompt and max_tokens need {len(state.prompt_token_ids) + params.max_tokens} positions, "
+            f"prompt and max_tokens need {prompt.length + params.max_tokens} positions, "
             f"this engine has {max_model_len}",
         )
     if len(state.output_token_ids) >= params.max_tokens:
         raise Refused(Reason.INVALID_REQUEST, "the request has reached max_tokens")
     request: Request = VllmRequest(
         request_id=state.request_id,
-        prompt_token_ids=state.prompt_token_ids,
+        prompt_token_ids=prompt.token_ids,
+        prompt_embeds=prompt.embeds,
+        prompt_is_token_ids=prompt.is_token,
+        mm_features=prompt.features,
         sampling_params=params,
         pooling_params=None,
         arrival_time=state.arrival_time,
@@ -143,12 +154,6 @@ def build_request(
     request.prefill_stats = None
     request.num_preemptions = state.num_preemptions
     return request
-
-
-def check_tokens(token_ids: list[int], vocab_size: int) -> None:
-    """Raises Refused(invalid_request) for ids that the model does not have."""
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-        raise Refused(Reason.INVALID_REQUEST, f"token id outside [0, {vocab_size})")
 
 
 def decode_params(state: RequestState, config: VllmConfig, tokenizer: Any) -> SamplingParams:

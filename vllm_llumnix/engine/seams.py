@@ -126,7 +126,13 @@ SEAMS = Seams(
         _PORT_TEST,
     ),
     # The scheduler's methods
-    _scheduler("schedule", Kind.WRAPPED, "load: what starts, and how many tokens", _LOAD, _LOAD_TEST),
+    _scheduler(
+        "schedule",
+        Kind.WRAPPED,
+        "load: what starts, and how many tokens; who moved here starts with its images, for the V1 runner",
+        _LOAD,
+        _LOAD_TEST,
+    ),
     _scheduler(
         "update_from_output",
         Kind.WRAPPED,

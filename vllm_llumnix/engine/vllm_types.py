@@ -30,7 +30,8 @@ class Request(Protocol):
     client_index: int
     status: RequestStatus
     prompt_token_ids: list[int] | None
-    prompt_embeds: object | None
+    prompt_embeds: Any
+    prompt_is_token_ids: list[bool] | None
     mm_features: Sequence[Any]
     all_token_ids: Sequence[int]
     sampling_params: SamplingParams
@@ -173,6 +174,11 @@ class RequestQueue(Protocol):
     def remove_requests(self, requests: Iterable[Request]) -> None: ...
 
 
+class EncoderCacheManager(Protocol):
+    cache_size: int
+    """Embeddings of images and the like; no item may have more."""
+
+
 class SchedulerConfig(Protocol):
     long_prefill_token_threshold: int
 
@@ -210,6 +216,7 @@ class Scheduler(Protocol):
     kv_cache_manager: KVCacheManager
     connector: Connector | None
     kv_event_publisher: Any
+    encoder_cache_manager: EncoderCacheManager
     block_size: int
     max_num_active_reqs: int
     max_num_running_reqs: int

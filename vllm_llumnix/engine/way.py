@@ -62,4 +62,5 @@ def why_request_not_portable(request: Request, identity: EngineIdentity) -> str 
         model_runner_v2=identity.model_runner_v2,
         device=identity.device,
         spec_decode=identity.spec_decode,
+        features_stay=identity.features_stay,
     )

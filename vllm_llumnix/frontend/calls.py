@@ -18,6 +18,7 @@ from llumlet.tasks import Tasks
 from llumlet.types import AbortRequest, AdoptRequest, CachedPrefixRequest
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.deaths import is_gone
+from vllm_llumnix.frontend.kept_inputs import named_tokens
 from vllm_llumnix.frontend.vllm_types import CacheConfig
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.request_wire import RequestState, encode, state_from
@@ -108,7 +109,7 @@ class Calls:
             return words.CachedKnown({})
         self._num_comparing += 1
         try:
-            tokens, size = [*(request.prompt_token_ids or ()), *effect.delivered], self._cache.block_size
+            tokens, size = named_tokens(request, effect.delivered), self._cache.block_size
             adapter = request.lora_request.lora_name if request.lora_request is not None else ""
             names = held_names(tokens, size, request.cache_salt or "", adapter)
             asked = CachedPrefixRequest(blocks=names, block_size=size)

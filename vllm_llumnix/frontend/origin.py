@@ -32,6 +32,7 @@ from vllm_llumnix.frontend import endings
 from vllm_llumnix.frontend.calls import Calls
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.drain import drain
+from vllm_llumnix.frontend.kept_inputs import num_prompt_tokens, room_for, why_never, without_inputs
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
@@ -39,7 +40,6 @@ from vllm_llumnix.frontend.vllm_types import BalancingClient, Client, VllmConfig
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 from vllm_llumnix.relay_keys import OriginKeys
-from vllm_llumnix.request_wire import why_never
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -50,22 +50,23 @@ LOOK_SECONDS = 0.25
 
 
 class ClientStream(Stream):
-    """A stream with its request. `engine` is vLLM's name of the engine it was sent to; None: the only one."""
+    """A stream with its request. `engine` is vLLM's name of the engine it was sent to; None: the only one. `room`: see
+    `kept_inputs`."""
 
     __slots__ = ("engine", "request")
 
-    def __init__(self, request: EngineCoreRequest, home: str) -> None:
+    def __init__(self, request: EngineCoreRequest, home: str, room: int = 0) -> None:
         params = request.sampling_params
         assert params is not None
         super().__init__(
             request.request_id,
-            len(request.prompt_token_ids or ()),
+            num_prompt_tokens(request),
             home,
             wants_logprobs=params.num_logprobs is not None,
-            never=why_never(request),
+            never=why_never(request, room),
             owes_prompt_logprobs=params.prompt_logprobs is not None,
         )
-        self.request = request
+        self.request = without_inputs(request) if self.never else request
         self.engine: bytes | None = None
 
 
@@ -185,7 +186,8 @@ class OriginShell:
     # Requests
 
     def open(self, request: EngineCoreRequest) -> ClientStream:
-        stream = ClientStream(request, self._instance_of(self.client.core_engine))
+        room = room_for(request, map(_ours, self.core.streams.all()))
+        stream = ClientStream(request, self._instance_of(self.client.core_engine), room)
         self.core.open(stream, time.monotonic())
         return stream
 

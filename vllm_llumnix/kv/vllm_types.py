@@ -97,6 +97,7 @@ class NewRequest(Protocol):
 
     req_id: str
     prompt_token_ids: list[int] | None
+    mm_features: Sequence[Any]
     num_computed_tokens: int
 
 

@@ -37,6 +37,9 @@ _POOL = "vllm/v1/core/block_pool.py"
 _CACHE_PARTS = "vllm/v1/core/kv_cache_utils.py"
 _REQUEST = "vllm/v1/request.py"
 _MESSAGES = "vllm/v1/engine/__init__.py"
+_INPUTS = "vllm/multimodal/inputs.py"
+_PROCESSOR = "vllm/multimodal/processing/processor.py"
+_ENCODER_CACHE = "vllm/v1/core/encoder_cache_manager.py"
 _CORE = "vllm/v1/engine/core.py"
 _CLIENT = "vllm/v1/engine/core_client.py"
 _GRAMMARS = "vllm/v1/structured_output/__init__.py"
@@ -134,6 +137,19 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_REQUEST, "engine/request_state.py", "num_tokens num_output_tokens use_structured_output", "Request"),
     *_of(_REQUEST, "engine/shortage.py", "num_tokens_with_spec", "Request"),
     *_of(_REQUEST, "engine/request_state.py", "RequestStatus"),
+    # Images and embeddings of its prompt: their form, when they are looked at, and what of them the workers get.
+    *_of(
+        _INPUTS,
+        "features_wire.py",
+        "MultiModalFeatureSpec MultiModalFieldElem MultiModalKwargsItem PlaceholderRange",
+    ),
+    *_of(_INPUTS, "engine/features.py", "MultiModalBatchedField MultiModalFlatField MultiModalSharedField"),
+    *_of(_PROCESSOR, "engine/features.py", "get_dummy_mm_inputs", "BaseMultiModalProcessor"),
+    *_of("vllm/multimodal/registry.py", "engine/features.py", "create_processor", "MultiModalRegistry"),
+    *_of("vllm/multimodal/utils.py", "engine/whole_images.py", "strip_covered_mm_data get_mm_features_in_window"),
+    *_of(_SCHEDULER, "engine/features.py", "_try_schedule_encoder_inputs _free_encoder_inputs", "Scheduler"),
+    *_of(_ENCODER_CACHE, "engine/features.py", "free", "EncoderCacheManager"),
+    *_of(_CACHE_PARTS, "engine/request_state.py", "generate_block_hash_extra_keys"),
     *_of(_MESSAGES, "frontend/origin.py", "EngineCoreRequest EngineCoreOutput EngineCoreOutputs FinishReason"),
     *_of(_MESSAGES, "frontend/client.py", "EngineCoreRequestType"),
     # The engine's loop and its threads.
@@ -158,7 +174,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_EXECUTOR, "engine/model_watch.py", "execute_model", "Executor"),
     *_of(_GRAMMARS, "engine/grammars.py", "grammar_init accept_tokens", "StructuredOutputManager"),
     # Workers: how a request with a history enters the batch, and when the KV memory goes away.
-    *_of(_V1_RUNNER, "engine/scheduler_port.py", "_update_states", "GPUModelRunner"),
+    *_of(_V1_RUNNER, "engine/scheduler_port.py", "_update_states _init_mrope_positions", "GPUModelRunner"),
     *_of(_V1_BATCH, "engine/scheduler_port.py", "add_request", "InputBatch"),
     *_of(_V2_RUNNER, "engine/scheduler_port.py", "add_requests", "GPUModelRunner"),
     *_of(_V2_STATES, "engine/scheduler_port.py", "add_request", "RequestState"),

@@ -39,7 +39,7 @@ demo: install ## two engines, one request moved between them mid-stream, a repor
 
 test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
 ifeq ($(strip $(ARGS)),)
-	@status=0; $(PY) -m pytest $(WORKERS) 4 $(APART) || status=$$?; $(PY) -m pytest $(WORKERS) 2 $(ALONE) || status=$$?; exit $$status
+	@status=0; $(PY) -m pytest $(WORKERS) 3 $(APART) || status=$$?; $(PY) -m pytest $(WORKERS) 2 $(ALONE) || status=$$?; exit $$status
 else
 	@$(PY) -m pytest $(ARGS)
 endif

@@ -36,8 +36,10 @@ RAISED = Epoch(1, 0)
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers here speak only when a test has them speak."""
+    """Peers here speak only when a test has them speak, on a machine that may stand still for seconds."""
     monkeypatch.setattr(owners, "SUSPECT_SECONDS", 30.0)
+    monkeypatch.setattr(owners, "LOST_SECONDS", 30.0)
+    monkeypatch.setattr(replay, "CALL_SECONDS", 30.0)
 
 
 @pytest.fixture(autouse=True)

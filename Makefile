@@ -20,8 +20,8 @@ MODEL ?=
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 PROGRAMS := redis-server chromium
 
-# Tests that start no engine, the simulation first as it takes longest. Most wait more than they compute: more workers
-# than cores.
+# Tests that start no engine, the simulation first as it takes longest. Most wait more than they compute, so that there
+# are more workers than cores.
 APART := tests/simulation tests/engine tests/frontend tests/fuzz tests/kv tests/llumlet tests/llumsched tests/protocol \
   tests/scenarios tests/security tests/simulator $(wildcard tests/test_*.py)
 # The others: two at a time, those with the same engines one after the other (tests/conftest.py).

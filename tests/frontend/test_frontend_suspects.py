@@ -224,7 +224,7 @@ async def test_an_owner_that_lives(
         patch.setattr(step_record.time, "monotonic", lambda: now - age_s)
         in_step(record, "a")
     if health is Health.OK:
-        client.origin.core.owners.named("home").last_heard -= 10.0
+        client.origin.core.owners.named("home").last_heard -= 40.0
     await until(lambda: rescuer.adopted == {"a": TRIAL_TOKENS if tried else 0})
 
 

@@ -51,6 +51,20 @@ float32 with log probabilities compared to the last digit. What a GPU's own kern
 weights, and plans its KV cache.
 """
 
+_INPUTS = """\
+## Images and prompt embeddings
+
+What the processor made of an image travels with the request, before it is frozen, and is held against what the
+destination's own processor makes: up to 48 MiB of a request. So a prompt that waits, is half computed, or is computed
+again after a preemption at the destination has its images there. An API server keeps them for as long as their streams
+live, 1 GiB in all, to start a request again when its engine is lost; an image that the engine has had before, and of
+which vLLM therefore sends the name alone, cannot be started again (`--mm-processor-cache-gb 0` sends all).
+
+Measured (`tests/integration/test_images.py`) with a small random PaddleOCR-VL, whose positions have three axes, in
+float32: there and back, waiting, half-prefilled, preempted after a move, hits of the same image at the destination and
+none of another, a drain, and `kill -9` of the owner.
+"""
+
 _TOKENS_ALONE = """\
 ## Engines whose requests go on with their tokens alone
 
@@ -153,7 +167,7 @@ def render() -> str:
     lines += [f"| {row.reason} | {Exactness.REFUSED} | {row.v1} | {row.v2} | |" for row in REFUSED_REQUESTS]
     lines += ["", "## Engines whose requests are refused", "", "| engine | because |", "|---|---|"]
     lines += [f"| {row.reason} | {row.because} |" for row in REFUSED_ENGINES]
-    lines += ["", _KINDS, "", _TOKENS_ALONE, "| engine | such as | measured |", "|---|---|---|"]
+    lines += ["", _KINDS, _INPUTS, _TOKENS_ALONE, "| engine | such as | measured |", "|---|---|---|"]
     lines += [f"| {row.reason} | {row.because} | {row.measured or Evidence.BY_READING} |" for row in KV_REFUSED_ENGINES]
     lines += [f"| {ELSEWHERE} | Ray, `--nnodes` | {Evidence.BY_READING} |", _UNREADABLE]
     return "\n".join([*lines, _CONNECTORS + _DRAFTS + _THE_MARK])

@@ -24,9 +24,9 @@ PROGRAMS := redis-server chromium
 # are more workers than cores.
 APART := tests/simulation tests/engine tests/frontend tests/fuzz tests/kv tests/llumlet tests/llumsched tests/protocol \
   tests/scenarios tests/security tests/simulator $(wildcard tests/test_*.py)
-# The others: two at a time, those with the same engines one after the other (tests/conftest.py).
+# The others, one after the other: each has all cores.
 ALONE := tests/benchmarks tests/exactness tests/integration tests/packaging tests/patching tests/runner_v2 tests/shells
-WORKERS := --no-loadscope-reorder --numprocesses
+WORKERS := --numprocesses 3 --no-loadscope-reorder
 
 # A vLLM without a CPU build, and the tests that it decides about.
 NEXT := 0.33.0
@@ -39,7 +39,7 @@ demo: install ## two engines, one request moved between them mid-stream, a repor
 
 test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
 ifeq ($(strip $(ARGS)),)
-	@status=0; $(PY) -m pytest $(WORKERS) 3 $(APART) || status=$$?; $(PY) -m pytest $(WORKERS) 2 $(ALONE) || status=$$?; exit $$status
+	@status=0; $(PY) -m pytest $(WORKERS) $(APART) || status=$$?; $(PY) -m pytest $(ALONE) || status=$$?; exit $$status
 else
 	@$(PY) -m pytest $(ARGS)
 endif

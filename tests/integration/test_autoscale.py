@@ -25,7 +25,7 @@ from llumsched.up import reaper
 from llumsched.up.ports import free_ports
 from tests.integration.test_up import asked
 
-# In `make test-full`: whoever leaves is the cheapest, which is an engine whose answer has just ended if one has, and then
+# In `make test-full`: whoever leaves is the cheapest, which is an engine whose answer has just ended if one has. Then
 # there is nothing to see.
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600), pytest.mark.full]
 

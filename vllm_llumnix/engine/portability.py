@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -22,7 +22,6 @@ from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.features_wire import MAX_INPUT_BYTES, is_plain, is_whole, num_bytes
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.process import boot_id
-from vllm_llumnix.kv.vllm_types import KVCacheGroup
 from vllm_llumnix.request_wire import fetched_from_here, may_be_lost
 
 MARK = "llumnix_portable"
@@ -242,8 +241,13 @@ REFUSED_REQUESTS = (
 )
 
 
-def _kv_cache_groups(engine: Engine) -> Sequence[KVCacheGroup]:
-    return engine.scheduler.kv_cache_config.kv_cache_groups
+def _kinds_of(engine: Engine) -> set[Kind | None]:
+    """What the layers of the engine's model keep."""
+    return {kind_of(group) for group in engine.scheduler.kv_cache_config.kv_cache_groups}
+
+
+def _has_states(engine: Engine) -> bool:
+    return Kind.STATE in _kinds_of(engine)
 
 
 def custom_logits_processors(engine: Engine) -> list[type]:
@@ -288,15 +292,12 @@ REFUSED_ENGINES = (
 KV_REFUSED_ENGINES = (
     RefusedEngine(
         "a KV cache of another kind than attention, windows and states",
-        lambda engine: None in [kind_of(group) for group in _kv_cache_groups(engine)],
+        lambda engine: None in _kinds_of(engine),
         "compressed tokens, rings, caches on the host (DeepSeek V4, HiSparse)",
     ),
     RefusedEngine(
         "states that change with every step beside speculative decoding",
-        lambda engine: (
-            engine.vllm_config.speculative_config is not None
-            and Kind.STATE in [kind_of(group) for group in _kv_cache_groups(engine)]
-        ),
+        lambda engine: engine.vllm_config.speculative_config is not None and _has_states(engine),
         "which of several states is the latest is known to the worker alone",
     ),
     RefusedEngine(
@@ -307,10 +308,7 @@ KV_REFUSED_ENGINES = (
     ),
     RefusedEngine(
         "states that change with every step beside a KV connector",
-        lambda engine: (
-            engine.scheduler.connector is not None
-            and Kind.STATE in [kind_of(group) for group in _kv_cache_groups(engine)]
-        ),
+        lambda engine: engine.scheduler.connector is not None and _has_states(engine),
         "connectors are told of states at other moments than of keys and values",
     ),
 )

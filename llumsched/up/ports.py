@@ -13,6 +13,8 @@ _CHOICE: Final = range(20_000, 30_000)
 """Ports outside the range from which Linux takes ports for connections and for listeners that ask for any
 (32768-60999): a server listens up to a minute after its port was chosen, and nobody else gets the port meanwhile."""
 
+_random: Final = random.SystemRandom()
+"""Not the one that anybody may seed: processes that did alike, as tests do, would choose the same ports."""
 _given: Final[deque[int]] = deque(maxlen=1000)
 """Ports that were given lately. They look free until their servers listen."""
 
@@ -21,7 +23,7 @@ def free_ports(count: int) -> list[int]:
     """TCP ports of the loopback interface that are free now, and that this process was not given before."""
     found: list[int] = []
     while len(found) < count:
-        port = random.choice(_CHOICE)
+        port = _random.choice(_CHOICE)
         if port in _given:
             continue
         with socket.socket() as listener, contextlib.suppress(OSError):

@@ -25,18 +25,16 @@ from llumsched.up import reaper
 from llumsched.up.ports import free_ports
 from tests.integration.test_up import asked
 
-# In `make test-full`: whoever leaves is the cheapest, which is an engine whose answer has just ended if one has. Then
-# there is nothing to see.
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600), pytest.mark.full]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
 
 READY_S = 300.0
 LEFT_S = 15.0
 """Seconds within which an engine that holds a long answer is gone; on a busy machine, and with vLLM's own end."""
-STATUS_S = 1.0
-"""Seconds after which the scheduler surely knows of a request that was given to an engine."""
-BLOCKS = 256
+BLOCKS = 512
 ENGINE = ("--served-model-name", "model", "--enforce-eager", "--max-model-len", "3200", "--max-num-seqs", "8",
           "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS))  # fmt: skip
+FREENESS = ("--autoscale-low-freeness", "400", "--autoscale-high-freeness", "500")
+"""56 short answers need two engines; up to four long ones, with 3,000 tokens each, are comfortable in one."""
 LONG, SHORT = 3000, 150
 NUM_SHORT = 56
 
@@ -46,7 +44,7 @@ class Up:
         self.gateway, self.scheduler, cms = free_ports(3)
         ports = ["--port", str(self.gateway), "--scheduler-port", str(self.scheduler), "--cms-port", str(cms)]
         command = [sys.executable, "-m", "llumsched.cli", "up", str(model), "--autoscale", "1:2"]
-        command += ["--autoscale-settle-seconds", "3", *ports, "--", *ENGINE]
+        command += ["--autoscale-settle-seconds", "3", *FREENESS, "--no-enable-rescheduling", *ports, "--", *ENGINE]
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
         self._out = out
         with out.open("wb") as log:
@@ -96,6 +94,10 @@ class Up:
                     return ports
                 await asyncio.sleep(0.1)
 
+    def left(self) -> list[str]:
+        """Engines that were told to leave."""
+        return re.findall(r"^llumnix up: (\S+) leaves", self.said, re.MULTILINE)
+
     def engines(self) -> int:
         """Processes in which an engine is."""
         found = 0
@@ -140,8 +142,21 @@ async def test_load_brings_an_engine_and_its_end_takes_one_with_a_long_answer_in
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
 
-        async def whole(length: int, port: int = up.gateway) -> int:
-            return len([text async for text in tokens(session, port, length)])
+        async def whole(length: int, port: int = up.gateway, half: asyncio.Event | None = None) -> int:
+            count = 0
+            async for _ in tokens(session, port, length):
+                count += 1
+                if half is not None and count >= length // 2:
+                    half.set()
+            return count
+
+        async def keep_one(port: int) -> None:
+            while not up.left():
+                half = asyncio.Event()
+                long.append(asyncio.create_task(whole(LONG, port, half)))
+                waits = asyncio.create_task(half.wait())
+                await asyncio.wait([long[-1], waits], return_when=asyncio.FIRST_COMPLETED)
+                waits.cancel()
 
         load = True
 
@@ -154,36 +169,28 @@ async def test_load_brings_an_engine_and_its_end_takes_one_with_a_long_answer_in
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(NUM_SHORT)]
         await up.until("llumnix up: engine-1 is ready", READY_S)
-        # One to each engine, so that whoever leaves has one.
+        # Always one to each engine of which half is to come, so that whoever leaves has one.
         ports = await up.until_known(2)
-        long = [asyncio.create_task(whole(LONG, port)) for port in ports.values()]
+        long: list[asyncio.Task[int]] = []
+        keepers = [asyncio.create_task(keep_one(port)) for port in ports.values()]
         await asyncio.sleep(2.0)
         load = False
-        assert sum(await asyncio.gather(*busy)) >= NUM_SHORT
-        assert not any(one.done() for one in long), "the answers are too short for this"
-
-        given_s = dict.fromkeys(ports, 0.0)
-        held = before = up.running()
-        while not (left := re.findall(r"^llumnix up: (\S+) leaves", up.said, re.MULTILINE)):
-            held, before = up.running(), held
-            # Load may have moved both to one engine: the other gets another, once a status had time to come.
-            for name, port in ports.items():
-                if not held.get(name, 0) and time.monotonic() - given_s[name] > STATUS_S:
-                    given_s[name] = time.monotonic()
-                    long.append(asyncio.create_task(whole(LONG, port)))
+        # It leaves as soon as there is less to do, with short answers in it as well.
+        held = [up.running()]
+        while not (left := up.left()):
+            held = [*held[-2:], up.running()]
             await asyncio.sleep(0.1)
-        [leaver] = left
         began = time.monotonic()
-        num_held = max(held.get(leaver, 0), before.get(leaver, 0))
+        [leaver] = left
+        num_held = max(one.get(leaver, 0) for one in held)
         assert num_held >= 1, "there was nothing to move"
-        while up.running().get(leaver, 0):
-            assert not any(one.done() for one in long), "nothing was left to move"
-            await asyncio.sleep(0.05)
         assert not all(one.done() for one in long), "nothing was left to move"
         while up.engines() > 1:
             assert time.monotonic() - began < LEFT_S, up.said[-8000:]
             await asyncio.sleep(0.1)
-        print(f"{leaver} held {num_held} long answers; its engine was gone after {time.monotonic() - began:.1f} s")
+        print(f"{leaver} held {num_held} answers; its engine was gone after {time.monotonic() - began:.1f} s")
+        assert sum(await asyncio.gather(*busy)) >= NUM_SHORT
+        await asyncio.gather(*keepers)
         await asyncio.gather(*long)
     await up.until(f"llumnix up: {leaver} has left", 60.0)
     assert up.scale()["replicas"] == 1

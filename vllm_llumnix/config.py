@@ -39,6 +39,8 @@ from vllm_llumnix.transport_faults import mooncake_faults, nixl_faults
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+ACCEPTABLE = ("vllm", "device", "parallel")
+"""Facts of engines that may differ, by their names in `engine.facts`."""
 INSTANCE_TYPES = tuple(map(str, InferType))
 TRANSPORTS = ("auto", "local", "tcp", "mooncake", "nixl")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
@@ -109,6 +111,13 @@ class LlumletConfig(CredentialFiles):
         "workers serve it, 'mooncake' uses the Mooncake transfer engine, 'nixl' uses NIXL; 'auto' picks the first of "
         "local, nixl (with --llumlet-nixl-devices), mooncake (with --llumlet-mooncake-interface or "
         "--llumlet-insecure) and tcp that works between two instances.",
+    )
+    accept: tuple[str, ...] = _llumlet.setting(
+        (),
+        kinds.several(kinds.one_of(ACCEPTABLE), "|".join(ACCEPTABLE) + ",..."),
+        "In what engines may differ that exchange requests: in the release of vLLM, the kind of GPU or CPU, the number "
+        "of workers that a model is split over. They round differently, so that a request may go on with other tokens "
+        "than it would have had unmoved. All of them must be given the same.",
     )
     nixl_devices: str = _llumlet.setting(
         "",

@@ -556,7 +556,7 @@ class GetInstanceMetadataRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InstanceMetadata(_message.Message):
-    __slots__ = ("instance_id", "instance_type", "backend_type", "ip", "ip_kvs", "api_server_port", "llumlet_port", "kvt_port", "node_id", "data_parallel_size", "tensor_parallel_size", "unit_id", "dp_rank", "ep_rank", "dp_local_rank", "utc_create", "utc_update", "ip_kvt", "block_size", "max_num_batched_tokens", "incarnation", "version", "engine_version", "patch_digest", "model", "max_model_len", "num_total_blocks", "bytes_per_block", "transports", "max_migrations_in", "max_migrations_out", "stall_budget_ms", "exact", "compatibility_digest", "served_models", "unsupported", "cache_block_size", "adapters", "max_num_seqs")
+    __slots__ = ("instance_id", "instance_type", "backend_type", "ip", "ip_kvs", "api_server_port", "llumlet_port", "kvt_port", "node_id", "data_parallel_size", "tensor_parallel_size", "unit_id", "dp_rank", "ep_rank", "dp_local_rank", "utc_create", "utc_update", "ip_kvt", "block_size", "max_num_batched_tokens", "incarnation", "version", "engine_version", "patch_digest", "model", "max_model_len", "num_total_blocks", "bytes_per_block", "transports", "max_migrations_in", "max_migrations_out", "stall_budget_ms", "exact", "compatibility_digest", "cache_digest", "served_models", "unsupported", "cache_block_size", "adapters", "max_num_seqs")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -591,6 +591,7 @@ class InstanceMetadata(_message.Message):
     STALL_BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CACHE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODELS_FIELD_NUMBER: _ClassVar[int]
     UNSUPPORTED_FIELD_NUMBER: _ClassVar[int]
     CACHE_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -630,12 +631,13 @@ class InstanceMetadata(_message.Message):
     stall_budget_ms: float
     exact: bool
     compatibility_digest: str
+    cache_digest: str
     served_models: _containers.RepeatedScalarFieldContainer[str]
     unsupported: str
     cache_block_size: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
     max_num_seqs: int
-    def __init__(self, instance_id: _Optional[str] = ..., instance_type: _Optional[str] = ..., backend_type: _Optional[str] = ..., ip: _Optional[str] = ..., ip_kvs: _Optional[str] = ..., api_server_port: _Optional[int] = ..., llumlet_port: _Optional[int] = ..., kvt_port: _Optional[int] = ..., node_id: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., unit_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., ep_rank: _Optional[int] = ..., dp_local_rank: _Optional[int] = ..., utc_create: _Optional[float] = ..., utc_update: _Optional[float] = ..., ip_kvt: _Optional[str] = ..., block_size: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., engine_version: _Optional[str] = ..., patch_digest: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., max_migrations_in: _Optional[int] = ..., max_migrations_out: _Optional[int] = ..., stall_budget_ms: _Optional[float] = ..., exact: _Optional[bool] = ..., compatibility_digest: _Optional[str] = ..., served_models: _Optional[_Iterable[str]] = ..., unsupported: _Optional[str] = ..., cache_block_size: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+    def __init__(self, instance_id: _Optional[str] = ..., instance_type: _Optional[str] = ..., backend_type: _Optional[str] = ..., ip: _Optional[str] = ..., ip_kvs: _Optional[str] = ..., api_server_port: _Optional[int] = ..., llumlet_port: _Optional[int] = ..., kvt_port: _Optional[int] = ..., node_id: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., unit_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., ep_rank: _Optional[int] = ..., dp_local_rank: _Optional[int] = ..., utc_create: _Optional[float] = ..., utc_update: _Optional[float] = ..., ip_kvt: _Optional[str] = ..., block_size: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., engine_version: _Optional[str] = ..., patch_digest: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., max_migrations_in: _Optional[int] = ..., max_migrations_out: _Optional[int] = ..., stall_budget_ms: _Optional[float] = ..., exact: _Optional[bool] = ..., compatibility_digest: _Optional[str] = ..., cache_digest: _Optional[str] = ..., served_models: _Optional[_Iterable[str]] = ..., unsupported: _Optional[str] = ..., cache_block_size: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
 
 class WatchCacheRequest(_message.Message):
     __slots__ = ("engine_id", "incarnation", "interval_s")

@@ -18,8 +18,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.sample.sampler import Sampler
 
 from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.config import ACCEPTABLE
 from vllm_llumnix.engine.attach import _compile_logprobs
 from vllm_llumnix.engine.facts import reasoning_of, text_config_of, watermark_of
+from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.kv.vllm_cache import caches_of
 
@@ -75,14 +77,48 @@ def test_every_part_of_a_watermark_counts() -> None:
     assert len({watermark_of(WatermarkConfig(**{"key": 7, **other})) for other in ({}, *others)}) == 5
 
 
+TOKENS = {"vllm": "0.32.0", "device": "cpu amx", "parallel": "TP 2", "model": "#12", "parameters": "#34"}
+CACHE = {"block_size": "32", "pages": "#56"}
+
+
+def facts(accepted: tuple[str, ...] = (), **other: str) -> EngineFacts:
+    tokens, cache = ({**known, **{k: other[k] for k in known.keys() & other.keys()}} for known in (TOKENS, CACHE))
+    return EngineFacts.of(tokens, cache, accepted)
+
+
+def test_each_difference_is_told() -> None:
+    assert facts().why_not_tokens(facts()) is facts().why_not_cache(facts()) is None
+    assert facts().why_not_tokens(facts(model="#13", vllm="0.33.0")) == (
+        "vllm: 0.32.0 here, 0.33.0 at the source, see --llumlet-accept vllm; model differ"
+    )
+    assert facts().why_not_cache(facts(block_size="16")) == "block size: 32 here, 16 at the source"
+    assert facts().digest == facts(block_size="16").digest
+    assert facts().cache_digest != facts(block_size="16").cache_digest
+
+
+@pytest.mark.parametrize("name", ACCEPTABLE)
+def test_what_is_accepted(name: str) -> None:
+    """And with it that parameters are cut and packed in another way; not another model."""
+    ours, theirs = facts((name,)), facts((name,), **{name: "another", "parameters": "#35"})
+    assert ours.why_not_tokens(theirs) is None
+    assert ours.digest == theirs.digest
+    assert (facts((name,), model="#13").why_not_tokens(ours) or "").startswith("model differ")
+    for other in {*ACCEPTABLE} - {name}:
+        assert other in (ours.why_not_tokens(facts((name,), **{other: "another"})) or "")
+    assert "accept: none here" in (facts().why_not_tokens(ours) or ""), "one of the two engines does not"
+
+
 def test_weights_that_were_exchanged() -> None:
-    memory = decode_memory(msgspec.msgpack.encode(SourceMemory("same", [], weight_version="7")))
-    memory.require_same("same", "7")
+    memory = decode_memory(msgspec.msgpack.encode(SourceMemory(facts(), [], weight_version="7")))
+    memory.require_alike(facts(), "7")
+    memory.require_cache_alike(facts())
     with pytest.raises(Refused, match="of version '0' here, and not '7'") as refused:
-        memory.require_same("same", "0")
+        memory.require_alike(facts(), "0")
     assert refused.value.reason is Reason.OTHER_WEIGHTS
-    with pytest.raises(Refused, match="model, weights"):
-        SourceMemory("other", []).require_same("same", "")
+    with pytest.raises(Refused, match="model differ"):
+        memory.require_alike(facts(model="#13"), "")
+    with pytest.raises(Refused, match="stays behind: pages differ"):
+        memory.require_cache_alike(facts(pages="#0"))
 
 
 def test_a_kernel_that_cannot_be_compiled_is_no_reason_not_to_start(

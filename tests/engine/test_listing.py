@@ -15,6 +15,7 @@ from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from tests.engine.loop import new_loop
 from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.engine.listing import Listing
 
 
@@ -27,7 +28,7 @@ def test_who_has_moved_here_is_listed_by_its_arrival_as_a_rule_takes_it(
         loop.rig.add(name)
     loop.turns(4)
     loop.rig.scheduler.running.reverse()  # as when the later one has come from another engine
-    identity = EngineIdentity("a", "life", "digest", None, None, "cpu", False, False)
+    identity = EngineIdentity("a", "life", EngineFacts({}, {}), None, None, "cpu", False, False)
     context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
     departures: Any = SimpleNamespace(moves={})
     listing = Listing(context, departures)
@@ -47,7 +48,7 @@ def test_urgent_requests_are_listed_as_such_and_taken_last(model_dir: Path) -> N
         request.priority = priority
         loop.rig.scheduler.add_request(request)
     loop.turns(4)
-    identity = EngineIdentity("a", "life", "digest", None, None, "cpu", False, False)
+    identity = EngineIdentity("a", "life", EngineFacts({}, {}), None, None, "cpu", False, False)
     context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
     departures: Any = SimpleNamespace(moves={})
     listing = Listing(context, departures)
@@ -67,7 +68,7 @@ def test_the_lowest_priority_is_taken_first_and_of_equals_the_longest(model_dir:
         request.priority = priority
         loop.rig.scheduler.add_request(request)
     loop.turns(6)
-    identity = EngineIdentity("a", "life", "digest", None, None, "cpu", False, False)
+    identity = EngineIdentity("a", "life", EngineFacts({}, {}), None, None, "cpu", False, False)
     context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
     departures: Any = SimpleNamespace(moves={})
     listing = Listing(context, departures)

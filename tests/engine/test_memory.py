@@ -17,6 +17,7 @@ import pytest
 from llumlet.protocol.errors import Reason, Refused
 from tests.kv.fakes import Memory, SourceProcess, describe, source_process
 from vllm_llumnix.engine import memory as engine_memory
+from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.engine.memory import Movers, SourceMemory
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.endpoint import PrivateDirectory
@@ -32,6 +33,7 @@ from vllm_llumnix.kv.transport.tcp import TcpTransport
 
 CAPABILITY = bytes(CAPABILITY_BYTES)
 RANKS = 2
+FACTS = EngineFacts({}, {})
 
 
 @pytest.fixture
@@ -68,19 +70,19 @@ async def test_every_rank_reaches_its_peer_by_the_transport(
 ) -> None:
     movers = Movers(infos, ("local", "tcp"))
     near = [source.peer for source in sources]
-    assert await movers.probe(SourceMemory("", near)) == "local"
+    assert await movers.probe(SourceMemory(FACTS, near)) == "local"
     # The first rank is a neighbour, the second is not.
     apart = [near[0], msgspec.structs.replace(near[1], boot_id="another")]
-    assert await movers.probe(SourceMemory("", apart)) == "tcp"
+    assert await movers.probe(SourceMemory(FACTS, apart)) == "tcp"
     nowhere = [msgspec.structs.replace(near[0], tcp=None), apart[1]]
     with pytest.raises(Refused) as refusal:
-        await movers.probe(SourceMemory("", nowhere))
+        await movers.probe(SourceMemory(FACTS, nowhere))
     assert refusal.value.reason is Reason.TRANSPORT_UNAVAILABLE
     local, tcp = refusal.value.detail.split("; ")
     assert local.startswith("local, rank 1: there runs on another host")
     assert tcp == "tcp, rank 0: the source does not serve its blocks"
     with pytest.raises(Refused, match="1 workers at the source, 2 here"):
-        await movers.probe(SourceMemory("", near[:1]))
+        await movers.probe(SourceMemory(FACTS, near[:1]))
     movers.close()
 
 
@@ -103,7 +105,7 @@ async def test_equal_limits_of_two_links_are_two_limits(
     apart = [msgspec.structs.replace(peer, boot_id="another") for peer in near]
     for job, (peers, transport) in enumerate([(near, "local"), (apart, "tcp")], 1):
         copy = BlockCopy(job=job, src_blocks=[1], dst_blocks=[2], transport=transport, deadline_s=5.0)
-        await movers.pull(copy, SourceMemory("", peers, CAPABILITY))
+        await movers.pull(copy, SourceMemory(FACTS, peers, CAPABILITY))
     assert len(set(map(id, paces.values()))) == 2 * RANKS
     movers.close()
 

@@ -15,6 +15,7 @@ from llumlet.protocol.trials import Trials
 from tests.engine.loop import new_loop
 from vllm_llumnix import step_record
 from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.step_record import LastSteps, StepRecord, name_of, read
 
@@ -118,7 +119,7 @@ def test_one_is_on_trial_until_it_has_survived(model_dir: Path, record: StepReco
 def test_it_stays_where_it_is_tried(model_dir: Path, record: StepRecord) -> None:
     loop = new_loop(model_dir, record=record)
     tried = loop.rig.add("tried")
-    identity = EngineIdentity("a", INCARNATION, "digest", None, None, "cpu", True, False)
+    identity = EngineIdentity("a", INCARNATION, EngineFacts({}, {}), None, None, "cpu", True, False)
     context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
     listing = Listing(context, SimpleNamespace())
     loop.turns(6)

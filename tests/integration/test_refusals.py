@@ -309,7 +309,7 @@ def strange(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFac
     }
     specs = Strange(
         weights=ServerSpec(build(dataclasses.replace(PRESETS["tiny"], seed=99))),
-        blocks=ServerSpec(model_dir, block_size=64),
+        blocks=ServerSpec(model_dir, block_size=64, max_model_len=4096),
         connector=ServerSpec(
             model_dir, flags=("--kv-transfer-config", json.dumps(connector)), env=offload_on_cpu.ENVIRONMENT
         ),
@@ -324,11 +324,44 @@ def strange(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFac
     "reserving",
     "incompatible_engine: goes on at the source",
 )
-async def test_another_model_and_another_block_size(engines: Engines, conserved: object, strange: Strange) -> None:
-    for other in (strange.weights, strange.blocks):
-        move = await stays_and_goes_on(engines.a, other)
-        assert move.reason == "incompatible_engine"
-        await wait_idle(other)
+@failure(
+    "the destination has another model",
+    "reserving",
+    "incompatible_engine: goes on at the source",
+)
+async def test_another_model(engines: Engines, conserved: object, strange: Strange) -> None:
+    move = await stays_and_goes_on(engines.a, strange.weights)
+    assert (move.reason, move.detail) == ("incompatible_engine", "weights differ; parameters differ")
+    await wait_idle(strange.weights)
+
+
+@failure(
+    "the destination keeps its KV cache in another way: block size, layout, number of workers",
+    "reserving",
+    "the request goes with its tokens alone; incompatible_engine if it must not",
+)
+async def test_another_block_size(engines: Engines, conserved: object, strange: Strange) -> None:
+    """And another length: the KV cache stays, the tokens go; unless the request might become too long."""
+    other = strange.blocks
+    move = await stays_and_goes_on(engines.a, other)
+    assert move.reason == "incompatible_engine"
+    assert "block size: 64 here, 32 at the source" in move.detail
+    async with Client(engines.a.base_url) as client:
+        expected = await (await client.complete(PROMPT, 300, **GREEDY, cache_salt="unmoved")).result()
+        stream = await client.complete(PROMPT, 300, **GREEDY, cache_salt="moved")
+        moves = []
+        for source, destination in ((engines.a, other), (other, engines.a)):
+            await held_by(source, stream, 20)
+            moves.append(await move_stream(source, destination, stream, method="auto"))
+        assert (await stream.result()).token_ids == expected.token_ids
+        assert [(move.phase, move.mode) for move in moves] == [("moved", "recompute")] * 2
+        assert "block size: 32 here, 64 at the source" in moves[1].tokens_alone
+        long = await client.complete(PROMPT, 6000, **GREEDY)
+        await held_by(engines.a, long, 20)
+        refused = await move_stream(engines.a, other, long, method="auto")
+        await long.disconnect()
+    assert (refused.phase, refused.reason) == ("stayed", "request_too_long")
+    await wait_idle(other)
 
 
 async def test_a_kv_connector_of_ones_own(engines: Engines, conserved: object, strange: Strange) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_llumnix.kv.fingerprint import fingerprint
+from vllm_llumnix.kv.fingerprint import common_fingerprint, fingerprint
 
 
 class RoutedExperts(torch.nn.Module):
@@ -53,3 +53,37 @@ def test_parameters_that_cannot_be_read(caplog: pytest.LogCaptureFixture) -> Non
     assert fingerprint(with_meta(1.0)) == fingerprint(with_meta(1.0))
     assert "the weights of absent are not part of" in caplog.text
     assert len({fingerprint(with_meta(1.0)), fingerprint(with_meta(2.0)), fingerprint(with_meta(1.0, 3))}) == 3
+
+
+class VocabParallelEmbedding(torch.nn.Module):
+    """Named as vLLM's: `rank`'s part of `table`, and where it begins and ends."""
+
+    def __init__(self, table: torch.Tensor, rank: int, num_ranks: int) -> None:
+        super().__init__()
+        self.org_vocab_size = len(table)
+        size = -(-len(table) // num_ranks)
+        begin, end = rank * size, min((rank + 1) * size, len(table))
+        self.shard_indices = SimpleNamespace(org_vocab_start_index=begin, org_vocab_end_index=end)
+        part = torch.zeros(size, table.shape[1])  # the last one is padded
+        part[: end - begin] = table[begin:end]
+        self.weight = torch.nn.Parameter(part)
+
+
+def split(table: torch.Tensor, norm: float, num_ranks: int) -> int:
+    """Of a model that so many ranks share."""
+    parts = [
+        torch.nn.ModuleDict(
+            {"embed_tokens": VocabParallelEmbedding(table, rank, num_ranks), "norm": torch.nn.RMSNorm(8)}
+        )
+        for rank in range(num_ranks)
+    ]
+    for part in parts:
+        torch.nn.init.constant_(part["norm"].weight, norm)
+    return sum(common_fingerprint(part, rank) for rank, part in enumerate(parts)) % 2**32
+
+
+def test_however_many_ranks() -> None:
+    table = torch.arange(1001 * 8, dtype=torch.float32).reshape(1001, 8)
+    alone = split(table, 1.0, 1)
+    assert alone == split(table, 1.0, 2) == split(table, 1.0, 4)
+    assert len({alone, split(table, 2.0, 2), split(table + 1, 1.0, 2), split(table.flip(0), 1.0, 2)}) == 4

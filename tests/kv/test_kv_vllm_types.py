@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm.config import CompilationConfig, ModelConfig, VllmConfig
+from vllm.config import CompilationConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.executor.abstract import Executor
@@ -37,6 +37,7 @@ FOUND = [
     (ours.UniformSpecs, interface.UniformTypeKVCacheSpecs),
     (ours.VllmConfig, VllmConfig),
     (ours.CompilationConfig, CompilationConfig),
+    (ours.ParallelConfig, ParallelConfig),
     (ours.ModelConfig, ModelConfig),
     (ours.SchedulerOutput, SchedulerOutput),
     (ours.NewRequest, NewRequestData),

@@ -153,7 +153,7 @@ def guided(cluster: Cluster, request_id: str) -> AdoptRequest:
     asked = request(request_id, sampling_params=SamplingParams(max_tokens=9, structured_outputs=structured))
     home = cluster["A"]
     state = state_of(asked, [], home.client.relay_address, None)
-    digest = home.engine.agent.context.identity.digest
+    digest = home.engine.agent.context.identity.facts.digest
     return AdoptRequest(epoch=Epoch(term=1), compatibility_digest=digest, request_state=encode(state))
 
 

@@ -57,7 +57,7 @@ class Adoptions:
         identity = self.context.identity
         if identity.unsupported is not None:
             raise Refused(Reason.NOT_PORTABLE, identity.unsupported)
-        if asked.compatibility_digest != identity.digest:
+        if asked.compatibility_digest != identity.facts.digest:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, "model, weights, vLLM version or settings differ")
         if asked.weight_version:
             require_weights(asked.weight_version, self.context.weight_version)

@@ -68,7 +68,7 @@ async def open_llumlet(
     bound = llumlet.server.bind(server, config.host, config.port, credentials)
     address = Address(reachable_host(config.host), bound.port)
     limits = config.bandwidth_limit, config.bandwidth_limit_local
-    hello = wire.Hello(wire.RELAY_VERSION, identity.instance, identity.incarnation, str(address), identity.digest)
+    hello = wire.Hello(wire.RELAY_VERSION, identity.instance, identity.incarnation, str(address), identity.facts.digest)
     context = EngineContext(
         config=config,
         identity=identity,

@@ -38,9 +38,9 @@ class ArrivingBlocks:
         return len(self.here.block_ids)
 
     def come_from(self, source_memory: bytes) -> None:
-        """Raises Refused unless the bytes there mean the same here."""
+        """Raises Refused unless what was computed there goes on here."""
         self._memory = decode_memory(source_memory)
-        self._memory.require_same(self._context.identity.digest, self._context.weight_version)
+        self._memory.require_alike(self._context.identity.facts, self._context.weight_version)
 
     async def choose_transport(self, *, may_stay: bool) -> str:
         """Why there is none, if the blocks `may_stay` where they are. Raises Refused, TransportError if not."""
@@ -50,6 +50,7 @@ class ArrivingBlocks:
             return f"at the destination: {reason}"
         memory.require_reachable(context.config.reaches)
         try:
+            memory.require_cache_alike(context.identity.facts)
             self.transport = await context.movers.probe(memory)
         except (Refused, TransportError) as error:
             if may_stay:

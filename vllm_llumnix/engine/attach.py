@@ -21,7 +21,6 @@ from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.model_watch import watch_model
 from vllm_llumnix.engine.portability import why_engine_unsupported, why_kv_unsupported
 from vllm_llumnix.engine.progress import Progress
-from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.seams import SEAMS, require
 from vllm_llumnix.engine.thread import LlumletThread
@@ -57,7 +56,7 @@ def attach(engine: Engine) -> EngineLoop:
     identity = EngineIdentity(
         instance=config.instance_id,
         incarnation=uuid.uuid4().hex,
-        digest=digest_of(engine_facts(engine, movers)),
+        facts=engine_facts(engine, movers, config.accept),
         unsupported=why_engine_unsupported(engine),
         kv_unsupported=why_kv_unsupported(engine, movers),
         device=engine.vllm_config.device_config.device_type,

@@ -48,4 +48,4 @@ class EngineContext:
 
     def offered_memory(self, capability: bytes) -> bytes:
         """The place where the KV cache of this engine's workers lies, for a peer that will have blocks granted."""
-        return self.movers.offer(self.identity.digest, capability, self.weight_version)
+        return self.movers.offer(self.identity.facts, capability, self.weight_version)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two engines must have in common before a request of one is continued by the other."""
+"""What an engine says of itself to those whose requests may come, and to which its own may go: see `likeness`."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from vllm_llumnix.engine.block_rows import kind_of
+from vllm_llumnix.engine.likeness import PARAMETERS, EngineFacts, named
 from vllm_llumnix.engine.portability import custom_logits_processors
 from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.kv.messages import MoverInfo
@@ -16,6 +18,10 @@ from vllm_llumnix.patching import state
 
 _NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
 """What a model's configuration says of where it came from: the same model may lie under another path."""
+
+WRITTEN_AS_BY = {"0.33.0": "0.32.0"}
+"""Releases of vLLM that keep in a KV cache, byte by byte, what an earlier one keeps there. `make test-next` moves
+requests between them."""
 
 
 def text_config_of(model: Any) -> str:
@@ -46,45 +52,54 @@ def watermark_of(config: Any) -> str | None:
     return hashlib.scrypt(text.encode(), salt=b"llumnix-watermark", n=2**14, r=8, p=1, dklen=16).hex()
 
 
-def engine_facts(engine: Engine, movers: list[MoverInfo]) -> dict[str, Any]:
-    """What two engines must have in common for KV bytes and sampler state of one to be right in the other."""
+def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str] = ()) -> EngineFacts:
+    """accepted: differences that do not matter, see `likeness.ACCEPTABLE`."""
     import vllm
 
     config = engine.vllm_config
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    model, parallel = config.model_config, config.parallel_config
     layouts = [mover.memory.layout for mover in movers]
-    return {
-        "vllm": vllm.__version__,
-        "patches": state.current().digest,
-        # The fingerprint sees what the runner keeps as parameters; on CPU, packed linear layers are not among them.
-        "model": text_config_of(model),
-        "weights": [mover.weights for mover in movers],
-        "isa": [mover.isa for mover in movers],
-        "dtype": str(model.dtype),
-        "cache_dtype": str(cache.cache_dtype),
-        "block_size": engine.scheduler.block_size,
-        "groups": [
-            (str(kind_of(group)), group.kv_cache_spec.block_size, len(group.layer_names))
-            for group in engine.scheduler.kv_cache_config.kv_cache_groups
-        ],
-        "layout": [layout.layout for layout in layouts],
-        "caches": [mover.caches for mover in movers],
-        "pages": [[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts],
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "pipeline_parallel": parallel.pipeline_parallel_size,
-        "context_parallel": (
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-            parallel.cp_kv_cache_interleave_size,
-        ),
-        "model_runner_v2": bool(engine.scheduler.use_v2_model_runner),
+    sizes = {
+        "TP": parallel.tensor_parallel_size,
+        "PP": parallel.pipeline_parallel_size,
+        "PCP": parallel.prefill_context_parallel_size,
+        "DCP": parallel.decode_context_parallel_size,
+    }
+    split = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one worker"
+    devices = sorted({f"{mover.device} {mover.isa}" for mover in movers})
+    tokens = {
+        "vllm": f"{vllm.__version__} with patches {state.current().digest}",
+        "device": ", ".join(devices),
+        "parallel": split,
+        "model": "#" + text_config_of(model),
+        "weights": f"#{sum(mover.common_weights for mover in movers) % 2**32:08x}",
+        # These see what the runner keeps as parameters; on CPU, packed linear layers are not among them.
+        PARAMETERS: named([mover.weights for mover in movers]),
+        "dtype": model.dtype,
+        "cache_dtype": config.cache_config.cache_dtype,
+        "model_runner": "V2" if engine.scheduler.use_v2_model_runner else "V1",
         "vocab_size": model.get_vocab_size(),
-        "quantization": str(model.quantization),
+        "quantization": model.quantization,
         # Other layers, whether or not a request has an adapter; which adapters there are may differ.
         "lora": config.lora_config is not None,
-        "speculative": str(config.speculative_config.method) if config.speculative_config else None,
-        "logprobs_mode": str(model.logprobs_mode),
-        "reasoning": reasoning_of(config.reasoning_config),
-        "watermark": watermark_of(config.watermark_config),
-        "logits_processors": [f"{it.__module__}:{it.__qualname__}" for it in custom_logits_processors(engine)],
+        "speculation": config.speculative_config.method if config.speculative_config else None,
+        "logprobs_mode": model.logprobs_mode,
+        "reasoning": named(reasoning_of(config.reasoning_config)),
+        "watermark": named(watermark_of(config.watermark_config)),
+        "logits_processors": named([f"{it.__module__}:{it.__qualname__}" for it in custom_logits_processors(engine)]),
     }
+    cache = {
+        "block_size": engine.scheduler.block_size,
+        "groups": ", ".join(
+            f"{len(group.layer_names)} layers in blocks of {group.kv_cache_spec.block_size} ({kind_of(group)})"
+            for group in engine.scheduler.kv_cache_config.kv_cache_groups
+        ),
+        "layout": ", ".join(sorted({layout.layout for layout in layouts})),
+        "split": f"{split} {parallel.cp_kv_cache_interleave_size}",
+        # Of the inside of a page: the kernels of CPUs have one each, those of GPUs one for all.
+        "arrangement": ", ".join(device for device in devices if device.startswith("cpu")),
+        "written_as_by_vllm": WRITTEN_AS_BY.get(vllm.__version__, vllm.__version__),
+        "kinds_of_caches": named([mover.caches for mover in movers]),
+        "pages": named([[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts]),
+    }
+    return EngineFacts.of(tokens, cache, accepted)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from vllm_llumnix.engine.likeness import EngineFacts
+
 logger = logging.getLogger("vllm.llumnix")
 
 
@@ -14,13 +16,13 @@ class EngineIdentity:
     """Fixed for the life of an engine process, but for `kv_unsupported`: see `stop_carrying_kv`.
 
     `incarnation` is new at every start: an engine that came back under its old id knows nothing of older migrations.
-    `digest` names everything two engines must have in common. `unsupported` says why no request here can be moved or
+    `facts`: what other engines must have in common with it. `unsupported` says why no request here can be moved or
     started again at all, `kv_unsupported` why it cannot bring its KV cache along: its tokens it always can.
     """
 
     instance: str
     incarnation: str
-    digest: str
+    facts: EngineFacts
     unsupported: str | None
     kv_unsupported: str | None
     device: str

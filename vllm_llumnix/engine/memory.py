@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
@@ -38,7 +39,7 @@ class SourceMemory(msgspec.Struct, frozen=True):
     vLLM's name of the weights that are loaded at this moment: they can be exchanged while an engine runs.
     """
 
-    digest: str
+    facts: EngineFacts
     ranks: list[PeerMemory]
     capability: bytes = b""
     weight_version: str = ""
@@ -50,15 +51,17 @@ class SourceMemory(msgspec.Struct, frozen=True):
                 if (problem := reach.why_not_llumlet(address)) is not None:
                     raise Refused(Reason.ADDRESS_REFUSED, problem)
 
-    def require_same(self, digest: str, weight_version: str) -> None:
-        """Raises Refused(incompatible_engine, other_weights) unless the bytes mean the same in the engine that is
-        described."""
-        if self.digest != digest:
-            raise Refused(
-                Reason.INCOMPATIBLE_ENGINE,
-                "model, weights, vLLM version, KV layout, data types or parallel sizes differ",
-            )
+    def require_alike(self, facts: EngineFacts, weight_version: str) -> None:
+        """Raises Refused(incompatible_engine, other_weights) unless a request that was computed there goes on in the
+        engine that is described."""
+        if (difference := facts.why_not_tokens(self.facts)) is not None:
+            raise Refused(Reason.INCOMPATIBLE_ENGINE, difference)
         require_weights(self.weight_version, weight_version)
+
+    def require_cache_alike(self, facts: EngineFacts) -> None:
+        """Raises Refused(incompatible_engine) unless the bytes mean the same in the engine that is described."""
+        if (difference := facts.why_not_cache(self.facts)) is not None:
+            raise Refused(Reason.INCOMPATIBLE_ENGINE, f"the KV cache stays behind: {difference}")
 
 
 def require_weights(theirs: str, ours: str) -> None:
@@ -123,9 +126,9 @@ class Movers:
         """KV bytes of one block over all layers and ranks."""
         return sum(memory.layout.bytes_per_block for memory in self._memories)
 
-    def offer(self, digest: str, capability: bytes = b"", weight_version: str = "") -> bytes:
+    def offer(self, facts: EngineFacts, capability: bytes = b"", weight_version: str = "") -> bytes:
         """The place where the KV cache of all ranks lies, for `decode_memory`. See `SourceMemory`."""
-        return msgspec.msgpack.encode(SourceMemory(digest, self._memories, capability, weight_version))
+        return msgspec.msgpack.encode(SourceMemory(facts, self._memories, capability, weight_version))
 
     def next_job(self) -> int:
         """A number by which `pull` and `stop` know one copy."""

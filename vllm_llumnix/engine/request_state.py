@@ -8,14 +8,13 @@ taken.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
@@ -31,6 +30,7 @@ from vllm_llumnix.request_wire import CONNECTOR_ARGS, RequestState, state_from
 _MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
 """Queued with nothing missing but room, or in the batch; prefill and decode are treated alike."""
 _params_decoder = msgspec.msgpack.Decoder(SamplingParams)
+_STRUCTURED_OUTPUTS: Final = {field.name for field in dataclasses.fields(StructuredOutputsParams)}
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,6 +162,7 @@ def decode_params(state: RequestState, config: VllmConfig, tokenizer: Any) -> Sa
     Raises Refused.
     """
     try:
+        _check_known(msgspec.msgpack.decode(state.sampling_params, type=dict[str, Any]))
         params = _params_decoder.decode(state.sampling_params)
         # Chosen anew by `verify`: nobody else picks this engine's grammar backend.
         if params.structured_outputs is not None:
@@ -187,6 +188,16 @@ def decode_params(state: RequestState, config: VllmConfig, tokenizer: Any) -> Sa
         if not config.model_config.enable_trace_replay:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, "traces are replayed with --enable-trace-replay")
     return params
+
+
+def _check_known(told: dict[str, Any]) -> None:
+    """Raises Refused(incompatible_engine) for parameters of another release of vLLM: decoders pass over them. Those at
+    their defaults are not told, or nothing is said in them."""
+    unknown = told.keys() - set(SamplingParams.__struct_fields__)
+    if isinstance(grammar := told.get("structured_outputs"), dict):
+        unknown |= {name for name, value in grammar.items() if value and name not in _STRUCTURED_OUTPUTS}
+    if unknown:
+        raise Refused(Reason.INCOMPATIBLE_ENGINE, f"sampling parameters that are not known here: {sorted(unknown)}")
 
 
 def _check_extra_args(extra: dict[str, Any]) -> None:
@@ -223,8 +234,3 @@ def why_not_now(request: Request) -> tuple[Reason, str] | None:
 
 def _wants_prompt_logprobs(params: SamplingParams) -> bool:
     return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
-
-
-def digest_of(facts: dict[str, Any]) -> str:
-    """A short name for everything two engines must agree on before KV bytes can change hands."""
-    return hashlib.sha256(msgspec.json.encode(sorted(facts.items()))).hexdigest()[:16]

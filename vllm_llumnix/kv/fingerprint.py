@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 SAMPLED_BYTES = 4096
+SAMPLED_ROWS = 64
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -34,6 +36,32 @@ def fingerprint(model: torch.nn.Module) -> str:
             # On the meta device, or of a type that this device cannot index: the others speak for the model.
             logger.warning("the weights of %s are not part of the model's fingerprint: %s", name, error)
     return f"{digest:08x}"
+
+
+def common_fingerprint(model: torch.nn.Module, rank_in_tensor_group: int) -> int:
+    """This rank's part of a number that is the same however many ranks the model is split over: their sum, modulo 2^32.
+
+    Made of the norms' weights, which every rank of a tensor-parallel group has and the first speaks of, and of up to
+    64 rows of the token embeddings, each by the rank that has it.
+    """
+    total = 0
+    for name, module in model.named_modules():
+        kinds = {cls.__name__ for cls in type(module).__mro__}
+        if "VocabParallelEmbedding" in kinds and "ParallelLMHead" not in kinds:
+            total += sum(zlib.crc32(f"{name} {row}".encode() + content) for row, content in _sampled_rows(module))
+    for name, parameter in model.named_parameters():
+        if rank_in_tensor_group == 0 and parameter.ndim == 1 and "norm" in name:
+            described = f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+            total += zlib.crc32(described.encode() + _sampled(parameter))
+    return total % 2**32
+
+
+def _sampled_rows(embedding: torch.nn.Module) -> Iterator[tuple[int, bytes]]:
+    """Evenly spaced rows of the vocabulary that this rank has: token id, and up to 4 KiB of its embedding."""
+    begin, end = embedding.shard_indices.org_vocab_start_index, embedding.shard_indices.org_vocab_end_index
+    for row in {index * embedding.org_vocab_size // SAMPLED_ROWS for index in range(SAMPLED_ROWS)}:
+        if begin <= row < end:
+            yield row, _sampled(embedding.weight[row - begin])
 
 
 def _scattered_experts(model: torch.nn.Module) -> set[int]:

@@ -99,9 +99,10 @@ class MoverInfo(msgspec.Struct, frozen=True):
 
     endpoint: where the mover listens (`ipc://…`, this host and user only). thread: the mover itself. isa: how the
     attention kernels arrange the inside of a page; bytes mean the same only between equal values. weights: fingerprint
-    of the model's parameters. caches: what each layer keeps of a token, see `vllm_cache`. copied_by: the backend of
-    `kernels` that proved right here, empty if no block can be moved; passed_over: what would have come before it, and
-    why it does not.
+    of this rank's part of the model's parameters; common_weights: this rank's part of one that does not depend on how
+    the model is split. caches: what each layer keeps of a token, see `vllm_cache`. copied_by: the backend of `kernels`
+    that proved right here, empty if no block can be moved; passed_over: what would have come before it, and why it does
+    not.
     """
 
     rank: int
@@ -111,6 +112,7 @@ class MoverInfo(msgspec.Struct, frozen=True):
     isa: str
     device: str
     weights: str
+    common_weights: int = 0
     caches: str = ""
     copied_by: str = ""
     passed_over: tuple[str, ...] = ()

@@ -87,9 +87,14 @@ class ModelConfig(Protocol):
     def get_vocab_size(self) -> int: ...
 
 
+class ParallelConfig(Protocol):
+    tensor_parallel_size: int
+
+
 class VllmConfig(Protocol):
     compilation_config: CompilationConfig
     model_config: ModelConfig
+    parallel_config: ParallelConfig
 
 
 class NewRequest(Protocol):

@@ -13,7 +13,7 @@ import torch
 from vllm_llumnix import faults
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.data_plane import DataPlane
-from vllm_llumnix.kv.fingerprint import fingerprint
+from vllm_llumnix.kv.fingerprint import common_fingerprint, fingerprint
 from vllm_llumnix.kv.grants import CAPTURES
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS
@@ -50,6 +50,7 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
     if device == "cpu":
         _permit_amx()
     plane = DataPlane(worker, settings)
+    tensor_parallel = worker.vllm_config.parallel_config.tensor_parallel_size
     if device == "cuda":
         _watch_sleep(worker)
         _watch_captures(worker)
@@ -69,6 +70,7 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
             isa=_isa(worker, device),
             device=device,
             weights=fingerprint(worker.model_runner.model),
+            common_weights=common_fingerprint(worker.model_runner.model, worker.rank % tensor_parallel),
             caches=caches_of(worker.model_runner),
             copied_by=plane.choice.backend if plane.choice else "",
             passed_over=plane.choice.passed_over if plane.choice else (),

@@ -59,7 +59,7 @@ class MetadataColumns:
             self._code(data.node_id),
             unit,
             unit if data.data_parallel_size > 1 else -1,
-            self._code(f"{type_of(instance)}\n{data.compatibility_digest}"),
+            self._code(f"{type_of(instance)}\n{data.compatibility_digest}\n{data.cache_digest}"),
             data.max_model_len,
             data.max_num_batched_tokens,
             data.max_num_seqs or NO_LIMIT,

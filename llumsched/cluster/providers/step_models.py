@@ -45,6 +45,7 @@ class Kind(NamedTuple):
     backend_type: str
     engine_version: str
     compatibility_digest: str
+    cache_digest: str
     tensor_parallel_size: int
     max_num_batched_tokens: int
 

@@ -78,7 +78,7 @@ def test_every_part_of_a_watermark_counts() -> None:
 
 
 TOKENS = {"vllm": "0.32.0", "device": "cpu amx", "parallel": "TP 2", "model": "#12", "parameters": "#34"}
-CACHE = {"block_size": "32", "pages": "#56"}
+CACHE = {"block_size": "32", "pages": "#56", "tensor_parallel": "1", "pipeline_and_context_parallel": ""}
 
 
 def facts(accepted: tuple[str, ...] = (), **other: str) -> EngineFacts:
@@ -94,6 +94,17 @@ def test_each_difference_is_told() -> None:
     assert facts().why_not_cache(facts(block_size="16")) == "block size: 32 here, 16 at the source"
     assert facts().digest == facts(block_size="16").digest
     assert facts().cache_digest != facts(block_size="16").cache_digest
+
+
+def test_movers_know_how_many_workers_there_are() -> None:
+    """And which heads each has; not what stages of a pipeline have, nor pages that differ for another reason."""
+    one, two = facts(), facts(tensor_parallel="2", pages="#57")
+    assert one.why_not_cache(two) is two.why_not_cache(one) is None
+    assert one.cache_digest != two.cache_digest
+    assert one.why_not_cache(facts(pages="#57")) == "pages differ"
+    assert one.why_not_cache(facts(tensor_parallel="2", block_size="16")) == "block size: 32 here, 16 at the source"
+    staged, more = (facts(tensor_parallel=size, pipeline_and_context_parallel="PP 2") for size in ("1", "2"))
+    assert staged.why_not_cache(more) == "tensor parallel: 1 here, 2 at the source"
 
 
 @pytest.mark.parametrize("name", ACCEPTABLE)

@@ -66,6 +66,8 @@ class Memory:
     shapes: list[tuple[int, int]] = field(default_factory=lambda: [(4, 256)])
     num_blocks: int = 32
     seed: int = 0
+    heads: int = 0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         regions, size = regions_of(self.layout, self.shapes, self.num_blocks)
@@ -76,6 +78,8 @@ class Memory:
             num_blocks=self.num_blocks,
             regions=regions,
             layout=self.layout,
+            heads=self.heads,
+            tokens=self.tokens,
         )
 
     def block(self, block: int) -> list[bytes]:
@@ -191,7 +195,8 @@ class FakeWorker:
         self.model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
         layer = SimpleNamespace(isa="amx")
         self.vllm_config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context={"0": layer, "1": layer})
+            compilation_config=SimpleNamespace(static_forward_context={"0": layer, "1": layer}),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
         self.model_runner = SimpleNamespace(
             kv_cache_config=kv_cache_config(memory),
@@ -224,9 +229,12 @@ def packed(**settings: Any) -> bytes:
 class FullAttentionSpec:
     """Stands for vLLM's class of that name."""
 
-    def __init__(self, page_size_bytes: int, dtype: npt.DTypeLike = np.uint16) -> None:
-        self.page_size_bytes = page_size_bytes
+    def __init__(
+        self, page_size_bytes: int, dtype: npt.DTypeLike = np.uint16, num_kv_heads: int = 0, block_size: int = 0
+    ) -> None:
+        self.page_size_bytes = self.unpadded_page_size_bytes = page_size_bytes
         self.dtype = np.dtype(dtype)
+        self.num_kv_heads, self.block_size = num_kv_heads, block_size
 
 
 class UniformTypeKVCacheSpecs:
@@ -239,7 +247,8 @@ def kv_cache_config(memory: Memory) -> Any:
     tensors, specs = [], {}
     for number, region in enumerate(memory.blocks.regions):
         layers = [f"{number}.{layer}" for layer in range(region.num_layers)]
-        specs |= {name: FullAttentionSpec(region.page_bytes) for name in layers}
+        spec = FullAttentionSpec(region.page_bytes, num_kv_heads=memory.heads, block_size=memory.tokens)
+        specs |= dict.fromkeys(layers, spec)
         tensors.append(
             SimpleNamespace(
                 layers=layers,

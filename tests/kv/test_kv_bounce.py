@@ -28,7 +28,7 @@ from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.blocks_tcp import receive_into, send_from
 from vllm_llumnix.kv.bounce import Bounced
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.memory import HostMemory
+from vllm_llumnix.kv.memory import Cuttable, HostMemory
 from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.kv.process import NoncePage
 from vllm_llumnix.kv.transport.tcp import TcpTransport
@@ -50,7 +50,7 @@ class FakeCopy(Future[None]):
         self.result(PATIENCE_S)
 
 
-class FakeDevice:
+class FakeDevice(Cuttable):
     """Implements `bounce.Device` and what `tcp` needs of a `BlockMemory`.
 
     `hook` is called when a copy begins, in the device's thread: it may wait, or raise, and then the copy fails. So does

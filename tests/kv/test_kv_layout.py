@@ -200,7 +200,7 @@ def test_names_that_vllm_uses() -> None:
     import torch
     from vllm.v1 import kv_cache_interface as vllm_names
 
-    memory = Memory(shapes=[(2, 4096)], num_blocks=3)
+    memory = Memory(shapes=[(2, 4096)], num_blocks=3, heads=1, tokens=32)
     fake = kv_cache_config(memory)
     spec = vllm_names.FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
     tensors = [

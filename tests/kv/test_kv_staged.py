@@ -20,17 +20,19 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from tests.kv.fakes import FakeWorker, Memory, packed, pull_of, source_process, until
-from tests.kv.staged import BIG, CAPABILITY, Over, OverMooncake, OverNixl, Reader, Source
+from tests.kv.staged import BIG, CAPABILITY, CHUNK, Over, OverMooncake, OverNixl, Reader, Source
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import block_server, block_stage
 from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
+from vllm_llumnix.kv.layout import Cut
 from vllm_llumnix.kv.messages import DEPTH, MoverInfo, SealKind, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.seal import Gmac, Multilinear, Sealer, new_key, sealer
 from vllm_llumnix.kv.settings import MooncakeSettings, NixlSettings, WorkerSettings
 from vllm_llumnix.kv.transport import staged
+from vllm_llumnix.kv.transport.base import Cuts
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 
@@ -86,6 +88,29 @@ def test_blocks_arrive_and_nothing_else_changes(
     moved = dict(zip(to_blocks, from_blocks, strict=True))
     for block in range(here.num_blocks):
         assert here.block(block) == (there.block(moved[block]) if block in moved else before.block(block))
+
+
+@pytest.mark.usefixtures("gpu_in_main_memory")
+@pytest.mark.parametrize("gpu", [False, True], ids=["main memory", "gpu"])
+def test_the_second_of_two_heads(gpu: bool, over: Over, closing: list[Any]) -> None:
+    """Every token has a row of both at the source, which is one worker; here are two."""
+    there = Memory("LBNHC", [(3, 4096)], seed=1, heads=2, tokens=16)
+    here = Memory("LBNHC", [(3, 2048)], seed=2, heads=1, tokens=16)
+    source, reader = Source(over, there, gpu=gpu), Reader(over, here, gpu=gpu)
+    closing += [source, reader.transport]
+    source.grants.allow(CAPABILITY, [5, 6])
+    reader.transport.probe(source.peer, Cuts(Cut(1, 2), Cut(0, 1)))
+    with pytest.raises(TransportUnavailable, match="pages differ"):
+        reader.transport.probe(source.peer)
+    pull = pull_of(source.peer, [5, 6], [9, 1], CAPABILITY, source_cut=Cut(1, 2), destination_cut=Cut(0, 1))
+    assert sum(reader.transport.pull(pull, CHUNK)) == 2 * here.blocks.bytes_per_block
+    for from_block, to_block in ((5, 9), (6, 1)):
+        for theirs, ours in zip(there.block(from_block), here.block(to_block), strict=True):
+            rows = np.frombuffer(theirs, np.uint8).reshape(16, 2, 128)
+            assert np.array_equal(rows[:, 1], np.frombuffer(ours, np.uint8).reshape(16, 128))
+    odd = pull_of(source.peer, [5], [9], CAPABILITY, source_cut=Cut(1, 3), destination_cut=Cut(0, 1))
+    with pytest.raises(ValueError, match="part 1 of 3"):
+        list(reader.transport.pull(odd, CHUNK))
 
 
 def test_a_turn_is_a_chunk(pair: tuple[Source, Reader]) -> None:

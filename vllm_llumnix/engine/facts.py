@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_llumnix.engine.block_rows import kind_of
-from vllm_llumnix.engine.likeness import PARAMETERS, EngineFacts, named
+from vllm_llumnix.engine.likeness import PAGES, PARAMETERS, STAGES, TENSOR_PARALLEL, EngineFacts, named
 from vllm_llumnix.engine.portability import custom_logits_processors
 from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.kv.messages import MoverInfo
@@ -59,18 +59,17 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
     config = engine.vllm_config
     model, parallel = config.model_config, config.parallel_config
     layouts = [mover.memory.layout for mover in movers]
-    sizes = {
-        "TP": parallel.tensor_parallel_size,
+    stages = {
         "PP": parallel.pipeline_parallel_size,
         "PCP": parallel.prefill_context_parallel_size,
         "DCP": parallel.decode_context_parallel_size,
     }
-    split = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one worker"
+    others = [f"{name} {size}" for name, size in stages.items() if size > 1]
     devices = sorted({f"{mover.device} {mover.isa}" for mover in movers})
     tokens = {
         "vllm": f"{vllm.__version__} with patches {state.current().digest}",
         "device": ", ".join(devices),
-        "parallel": split,
+        "parallel": " ".join([f"TP {parallel.tensor_parallel_size}", *others]),
         "model": "#" + text_config_of(model),
         "weights": f"#{sum(mover.common_weights for mover in movers) % 2**32:08x}",
         # These see what the runner keeps as parameters; on CPU, packed linear layers are not among them.
@@ -94,12 +93,14 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
             f"{len(group.layer_names)} layers in blocks of {group.kv_cache_spec.block_size} ({kind_of(group)})"
             for group in engine.scheduler.kv_cache_config.kv_cache_groups
         ),
-        "layout": ", ".join(sorted({layout.layout for layout in layouts})),
-        "split": f"{split} {parallel.cp_kv_cache_interleave_size}",
+        # Whether layers or blocks are outermost is no matter.
+        "layout": ", ".join(sorted({layout.interior for layout in layouts})),
+        STAGES: f"{' '.join(others)} in turns of {parallel.cp_kv_cache_interleave_size}" if others else "",
+        TENSOR_PARALLEL: parallel.tensor_parallel_size,
         # Of the inside of a page: the kernels of CPUs have one each, those of GPUs one for all.
         "arrangement": ", ".join(device for device in devices if device.startswith("cpu")),
         "written_as_by_vllm": WRITTEN_AS_BY.get(vllm.__version__, vllm.__version__),
-        "kinds_of_caches": named([mover.caches for mover in movers]),
-        "pages": named([[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts]),
+        "kinds_of_caches": named(sorted({mover.caches for mover in movers})),
+        PAGES: named([[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts]),
     }
     return EngineFacts.of(tokens, cache, accepted)

@@ -19,6 +19,9 @@ from vllm_llumnix.config import ACCEPTABLE
 
 PARAMETERS = "parameters"
 """The fact that is not asked for where any difference is accepted: how the model's parameters are cut and packed."""
+STAGES, TENSOR_PARALLEL, PAGES = "pipeline_and_context_parallel", "tensor_parallel", "pages"
+"""Facts about a KV cache. Without stages, another number of workers is no matter: movers know which heads a page has,
+and copy those that they need (`memory.routes`); or they say that they cannot."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
@@ -50,8 +53,13 @@ class EngineFacts(msgspec.Struct, frozen=True):
         return _difference(self.tokens, theirs.tokens)
 
     def why_not_cache(self, theirs: EngineFacts) -> str | None:
-        """Why a KV cache of theirs is of no use here; None if it is."""
-        return _difference(self.cache, theirs.cache)
+        """Why a KV cache of theirs is of no use here; None if it is, as far as facts tell."""
+        ours, of_others = dict(self.cache), dict(theirs.cache)
+        if not ours.get(STAGES) and ours.get(TENSOR_PARALLEL) != of_others.get(TENSOR_PARALLEL):
+            for facts in (ours, of_others):
+                for name in (TENSOR_PARALLEL, PAGES):
+                    facts.pop(name, None)
+        return _difference(ours, of_others)
 
 
 def named(value: object) -> str:

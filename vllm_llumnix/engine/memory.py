@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV memory of a whole engine, and copying a request's blocks between two of them: rank r to rank r."""
+"""The KV memory of a whole engine, and copying a request's blocks between two of them, worker to worker."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import zmq.asyncio
@@ -19,8 +20,10 @@ from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
+from vllm_llumnix.kv.layout import BlockLayout, Cut
 from vllm_llumnix.kv.messages import BlockCopy, MoverInfo, PeerMemory, Pull
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
+from vllm_llumnix.kv.transport.base import WHOLE, Cuts
 from vllm_llumnix.reach import Reach
 
 logger = logging.getLogger("vllm.llumnix")
@@ -81,6 +84,34 @@ def decode_memory(data: bytes) -> SourceMemory:
         raise Refused(Reason.INVALID_REQUEST, f"memory descriptor: {error}") from error
 
 
+class Route(NamedTuple):
+    """A worker of a source from which one of ours reads, and what of its pages goes to what of ours."""
+
+    memory: PeerMemory
+    cuts: Cuts = WHOLE
+
+
+def routes(ours: Sequence[BlockLayout], theirs: Sequence[PeerMemory]) -> list[list[Route]]:
+    """Whence each of our workers reads: rank r from rank r where there are as many; else each has a part of the KV
+    heads, in the order of ranks, and reads from all that have any of its own.
+
+    Raises Refused(incompatible_engine) where that is not so, or heads cannot be told apart.
+    """
+    if len(ours) == len(theirs):
+        return [[Route(memory)] for memory in theirs]
+    problem = f"{len(theirs)} workers at the source, {len(ours)} here"
+    shares = {layout.heads * len(layouts) for layouts in (ours, [it.layout for it in theirs]) for layout in layouts}
+    num_heads = shares.pop() if len(shares) == 1 else 0
+    if not theirs or not num_heads or max(len(ours), len(theirs)) % min(len(ours), len(theirs)):
+        raise Refused(Reason.INCOMPATIBLE_ENGINE, f"{problem}, and their heads are not cut alike")
+    each = max(len(ours), len(theirs)) // min(len(ours), len(theirs))
+    if len(ours) > len(theirs):
+        cuts = [Cuts(Cut(rank % each, each), Cut(0, 1)) for rank in range(len(ours))]
+        return [[Route(theirs[rank // each], cuts[rank])] for rank in range(len(ours))]
+    parts = [Cuts(Cut(0, 1), Cut(part, each)) for part in range(each)]
+    return [[Route(theirs[rank * each + part], parts[part]) for part in range(each)] for rank in range(len(ours))]
+
+
 class Grant:
     """Blocks of ours that may be sent to one peer, who shows the capability."""
 
@@ -120,6 +151,8 @@ class Movers:
         self._host = infos[0].memory.boot_id if infos else ""
         self._jobs = itertools.count(1)
         self._memories = [info.memory for info in infos]
+        self._running: set[int] = set()
+        """Jobs of which further parts may begin."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -135,37 +168,57 @@ class Movers:
         return next(self._jobs)
 
     async def probe(self, peer: SourceMemory) -> str:
-        """The first transport with which every rank reaches its peer. Raises Refused(transport_unavailable), with what
-        is in the way of each."""
-        if len(peer.ranks) != len(self._clients):
-            raise Refused(
-                Reason.INCOMPATIBLE_ENGINE, f"{len(peer.ranks)} workers at the source, {len(self._clients)} here"
-            )
+        """The first transport with which every rank reaches its peers. Raises Refused(transport_unavailable), with what
+        is in the way of each, Refused(incompatible_engine) for workers that have other parts of the heads."""
+        routes = [
+            (client, route) for client, its in zip(self._clients, self._routes(peer), strict=True) for route in its
+        ]
         obstacles: list[str] = []
         for transport in self._transports:
-            found = await asyncio.gather(
-                *(client.probe(memory, transport) for client, memory in zip(self._clients, peer.ranks, strict=True))
-            )
+            found = await asyncio.gather(*(client.probe(it.memory, transport, it.cuts) for client, it in routes))
             if not any(found):
                 return transport
-            obstacles += [f"{transport}, rank {rank}: {why}" for rank, why in enumerate(found) if why is not None]
+            obstacles += [
+                f"{transport}, rank {client.info.rank}: {why}"
+                for (client, _), why in zip(routes, found, strict=True)
+                if why is not None
+            ]
         raise Refused(Reason.TRANSPORT_UNAVAILABLE, "; ".join(obstacles))
+
+    def _routes(self, peer: SourceMemory) -> list[list[Route]]:
+        return routes([memory.layout for memory in self._memories], peer.ranks)
 
     async def pull(self, copy: BlockCopy, source: SourceMemory) -> int:
         """Copy blocks on every rank; returns the bytes copied, of all of them together. Raises TransferFailed, and then
         movers may still be writing: `stop` says when they no longer are."""
-        pulls = [self._part_of(copy, memory, source.capability) for memory in source.ranks]
-        reports = await asyncio.gather(*(client.pull(pull) for client, pull in zip(self._clients, pulls, strict=True)))
-        for report in reports:
+        pulls = [[self._part_of(copy, route, source.capability) for route in its] for its in self._routes(source)]
+        self._running.add(copy.job)
+        try:
+            copied = await asyncio.gather(*map(self._pull_one_by_one, self._clients, pulls))
+        finally:
+            self._running.discard(copy.job)
+        return sum(copied)
+
+    async def _pull_one_by_one(self, client: MoverClient, pulls: Sequence[Pull]) -> int:
+        """The parts of one rank, which its mover knows by the same job."""
+        num_bytes = 0
+        for pull in pulls:
+            # Asked right before the command is on its way: what `stop` says then comes behind it.
+            if pull.job not in self._running:
+                raise TransferFailed("stopped")
+            report = await client.pull(pull)
             if report.error is not None:
                 raise TransferFailed(report.error)
-        return sum(report.bytes for report in reports)
+            num_bytes += report.bytes
+        return num_bytes
 
-    def _part_of(self, copy: BlockCopy, peer: PeerMemory, capability: bytes) -> Pull:
-        here = peer.boot_id == self._host
+    def _part_of(self, copy: BlockCopy, route: Route, capability: bytes) -> Pull:
+        here = route.memory.boot_id == self._host
         return Pull(
             **msgspec.structs.asdict(copy),
-            peer=peer,
+            peer=route.memory,
+            source_cut=route.cuts.source,
+            destination_cut=route.cuts.destination,
             capability=capability,
             limit=self._limit_here if here else self._limit,
             link="here" if here else "remote",
@@ -174,6 +227,7 @@ class Movers:
     async def stop(self, job: int) -> None:
         """Returns when no mover writes for this job any more, however long it takes: blocks that may still be written
         are nobody's."""
+        self._running.discard(job)
         await self._until_quiet(lambda client: client.stop(job))
 
     async def grant(self, capability: bytes, blocks: list[int]) -> None:

@@ -189,6 +189,7 @@ class BlockServer:
             send_frame(connection, BlockAnswer())
             return
         try:
+            memory = self._memory.cut(request.cut)
             reading = self._grants.reading(
                 request.capability, request.blocks, lambda: _cut(connection), patience_s=GRANT_SECONDS
             )
@@ -196,7 +197,7 @@ class BlockServer:
             # suspended; and it collects nothing ahead any more when the grant is given back.
             with (
                 reading as current,
-                contextlib.closing(self._memory.transfer(request.blocks, request.layers_outermost)) as span,
+                contextlib.closing(memory.transfer(request.blocks, request.layers_outermost)) as span,
             ):
                 send_frame(connection, BlockAnswer(), more=True)
                 while span.left and not current.revoked:

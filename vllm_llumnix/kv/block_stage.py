@@ -48,7 +48,11 @@ class Stage:
 
     def fill(self, request: StageRequest, cut: Callable[[], None]) -> StageAnswer:
         """`cut` ends the connection, and has to make its thread `clear` soon."""
-        num_bytes = len(request.blocks) * self._blocks.layout.bytes_per_block
+        try:
+            blocks = self._blocks.cut(request.cut)
+        except ValueError as error:
+            return StageAnswer(str(error))
+        num_bytes = len(request.blocks) * blocks.layout.bytes_per_block
         if num_bytes > self._area.slot_bytes:
             return StageAnswer(f"{num_bytes} bytes do not fit a buffer of {self._area.slot_bytes}")
         try:
@@ -60,7 +64,7 @@ class Stage:
                     self._grants.reading(request.capability, request.blocks, cut, self._grant_seconds)
                 )
                 # Not gathered in place: what lies there can be changed by anybody before it is sealed.
-                self._blocks.gather(request.blocks, self._private)
+                blocks.gather(request.blocks, self._private)
                 private = self._private[:num_bytes]
                 self._used[slot] = max(num_bytes, self._used.get(slot, 0))
                 self._area.copy(private, slot.memory[:num_bytes])

@@ -43,11 +43,22 @@ class TensorRegion(msgspec.Struct, frozen=True):
     element_bytes: int = 2
 
 
+class Cut(msgspec.Struct, frozen=True):
+    """Of every page, the part of its KV heads that is number `index` of `count` equal ones.
+
+    Workers of one engine have all heads between them, so that those of an engine of more workers have parts of these.
+    """
+
+    index: int
+    count: int
+
+
 class BlockLayout(msgspec.Struct, frozen=True):
     """The KV memory of one worker: `num_blocks` blocks, `storage_bytes` bytes from `base` on.
 
-    `layout` is vLLM's name of the dimension order, such as LBHNC. Raises ValueError
-    (`msgspec.ValidationError` when decoded) if a page would lie outside the storage.
+    `layout` is vLLM's name of the dimension order, such as LBHNC. `heads`, `tokens`: how many a page has; 0 where its
+    heads cannot be told apart. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would lie outside
+    the storage.
     """
 
     base: int
@@ -55,6 +66,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
     num_blocks: int
     regions: tuple[TensorRegion, ...]
     layout: str
+    heads: int = 0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.base < 0 or self.storage_bytes < 0 or self.num_blocks < 0:
@@ -69,6 +82,29 @@ class BlockLayout(msgspec.Struct, frozen=True):
             last = (region.num_layers - 1) * region.layer_stride + (self.num_blocks - 1) * region.block_stride
             if region.offset + last + region.page_bytes > self.storage_bytes:
                 raise ValueError("a region reaches beyond the storage")
+            if self.heads and region.page_bytes % (self.heads * self._rows):
+                raise ValueError(f"pages of {region.page_bytes} bytes for {self.heads} heads of {self.tokens} tokens")
+
+    @property
+    def _rows(self) -> int:
+        """Pieces of a page in which all heads follow each other: one for each token where a token's heads do."""
+        return self.tokens if self.interior.startswith("N") else 1
+
+    def cut(self, cut: Cut | None) -> BlockLayout:
+        """The same memory, pages of which are parts of these; whole ones without a cut. Cuts of two layouts have the
+        same pages if they are of as many heads. Raises ValueError."""
+        if cut is None:
+            return self
+        if not (0 <= cut.index < cut.count and self.heads and self.tokens and self.heads % cut.count == 0):
+            raise ValueError(f"part {cut.index} of {cut.count} of pages with {self.heads} heads")
+        regions = []
+        for region in self.regions:
+            row = region.page_bytes // self._rows
+            part = row // cut.count
+            for at in range(0, region.page_bytes, row):
+                offset = region.offset + at + cut.index * part
+                regions.append(msgspec.structs.replace(region, offset=offset, page_bytes=part))
+        return msgspec.structs.replace(self, regions=tuple(regions), heads=0, tokens=0)
 
     @property
     def num_layers(self) -> int:

@@ -8,19 +8,20 @@ their own and by few SMs, and cross to main memory in one piece; through a socke
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 import torch
 
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.blocks_tcp import Span
 from vllm_llumnix.kv.bounce import Bounced, Copy
-from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.layout import BlockLayout, Cut
 
 SCRATCH_BYTES: Final = 1 << 20
 """Bytes of a GPU's blocks that cross at a time; one block at least. What is said to the GPU for each is a few dozen
@@ -52,6 +53,22 @@ class Blocks(Protocol):
     def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
         """Copies rows of bytes back into blocks."""
 
+    def cut(self, cut: Cut | None) -> Self:
+        """The same memory, its blocks cut as `BlockLayout.cut` has it. Raises ValueError."""
+
+
+class Cuttable:
+    """Implements `Blocks.cut` for who looks at nothing but its layout for where a block's bytes are."""
+
+    layout: BlockLayout
+
+    def cut(self, cut: Cut | None) -> Self:
+        if cut is None:
+            return self
+        part = copy.copy(self)
+        part.layout = self.layout.cut(cut)
+        return part
+
 
 class BlockMemory(Blocks, Protocol):
     """The memory of all blocks, copied to and from rows of bytes in main memory, and sockets. `storage` is all of it, a
@@ -68,7 +85,7 @@ class BlockMemory(Blocks, Protocol):
         not have."""
 
 
-class HostMemory:
+class HostMemory(Cuttable):
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
         memory = (ctypes.c_ubyte * layout.storage_bytes).from_address(layout.base)
@@ -88,7 +105,7 @@ class HostMemory:
         return Span(self.layout, block_ids, layers_outermost)
 
 
-class CudaMemory:
+class CudaMemory(Cuttable):
     """Implements `BlockMemory` and `bounce.Device`. Unproven: it has not run on a GPU yet."""
 
     def __init__(self, layout: BlockLayout, storage: torch.UntypedStorage) -> None:
@@ -171,7 +188,7 @@ class _Lane:
             over.record(self._stream)
 
 
-class OnDevice:
+class OnDevice(Cuttable):
     """Blocks to and from rows of bytes on the GPU itself: implements `Blocks`."""
 
     def __init__(self, memory: CudaMemory) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.layout import BlockLayout, Cut
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 NONCE_BYTES = 32
@@ -142,10 +142,13 @@ class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
 class Pull(BlockCopy, frozen=True, kw_only=True, tag="pull"):
     """The part of one rank in a copy: from `peer`, which has granted the blocks under `capability`.
 
-    Pulls over the same `link` with the same `limit` share it.
+    Pulls over the same `link` with the same `limit` share it. `source_cut`, `destination_cut`: which part of the pages
+    there goes to which part of the pages here, of as many heads; None: whole pages.
     """
 
     peer: PeerMemory
+    source_cut: Cut | None = None
+    destination_cut: Cut | None = None
     capability: bytes = b""
     limit: Limit = UNLIMITED
     link: str = ""
@@ -161,11 +164,13 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Does `transport` reach `peer`?"""
+    """Does `transport` reach `peer`, and fit what is to be copied from it, as in `Pull`?"""
 
     job: int
     peer: PeerMemory
     transport: str
+    source_cut: Cut | None = None
+    destination_cut: Cut | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
@@ -229,7 +234,8 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
 class BlockRequest(msgspec.Struct, frozen=True, tag="send"):
     """Send these blocks, or none to find out whether this is the process with the nonce.
 
-    layers_outermost: the order of the bytes, see `BlockLayout.pieces`. final: a stream waits for them.
+    layers_outermost: the order of the bytes, see `BlockLayout.pieces`. final: a stream waits for them. cut: of each
+    page, this part.
     """
 
     nonce: _Nonce
@@ -237,6 +243,7 @@ class BlockRequest(msgspec.Struct, frozen=True, tag="send"):
     blocks: list[_BlockId]
     layers_outermost: bool
     final: bool = False
+    cut: Cut | None = None
 
 
 class BlockAnswer(msgspec.Struct, frozen=True):
@@ -248,7 +255,7 @@ class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
 
     slot: into which of the connection's buffers; the peer reads it no more. key, number, kind: what to
     seal the bytes with. final: a stream waits for them. network: the one that reads, the same for all of a connection.
-    Without blocks, not answered: the peer reads none of the buffers any more.
+    cut: of each page, this part. Without blocks, not answered: the peer reads none of the buffers any more.
     """
 
     nonce: _Nonce
@@ -260,6 +267,7 @@ class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
     final: bool = False
     kind: SealKind = "gmac"
     network: NetworkName = "mooncake"
+    cut: Cut | None = None
 
 
 class StageAnswer(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.pace import Pace, PacedPull
 from vllm_llumnix.kv.process import describe_thread, name_thread, yield_cores
 from vllm_llumnix.kv.settings import Limit
-from vllm_llumnix.kv.transport.base import Transport
+from vllm_llumnix.kv.transport.base import Cuts, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +279,7 @@ class Mover:
             return
         try:
             pace = self._pace(pull.link, pull.limit)
+            bytes_per_block = self.layout.cut(pull.destination_cut).bytes_per_block
         except ValueError as error:
             self._answer(key[0], messages.PullReport(pull.job, 0, 0.0, str(error)))
             return
@@ -287,7 +288,7 @@ class Mover:
             pace,
             order=next(self._order),
             deadline=time.monotonic() + pull.deadline_s,
-            total=len(pull.dst_blocks) * self.layout.bytes_per_block,
+            total=len(pull.dst_blocks) * bytes_per_block,
         )
         if self._transport(pull.transport) is None:
             self._report(key, self._why_missing(pull.transport))
@@ -407,7 +408,7 @@ class Mover:
 
 def _probe(probe: messages.Probe, transport: Transport) -> messages.ProbeReport:
     try:
-        transport.probe(probe.peer)
+        transport.probe(probe.peer, Cuts(probe.source_cut, probe.destination_cut))
     except TransportError as error:
         return messages.ProbeReport(probe.job, str(error))
     return messages.ProbeReport(probe.job, None)

@@ -7,7 +7,7 @@ Reads vLLM's objects by attribute and class name: nothing of vLLM is imported.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -19,6 +19,8 @@ from vllm_llumnix.kv.vllm_types import AttentionSpec, KVCacheConfig, KVCacheGrou
 
 _CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
 _REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "RSWASpec", "CrossAttentionSpec", "SlidingWindowMLASpec"}
+_OF_HEADS = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec"}
+_NOT_OF_HEADS = {"MLAAttentionSpec"}
 _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 
@@ -52,13 +54,30 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
         )
     if len(config.kv_cache_groups) > 1:
         regions = _overlaid(regions, blocks_outside=layout.startswith("B"))
+    heads, tokens = _heads_and_tokens(list(spec_of.values()), layout)
     return BlockLayout(
         base=storage.data_ptr(),
         storage_bytes=storage.nbytes(),
         num_blocks=config.num_blocks,
         regions=tuple(regions),
         layout=layout,
+        heads=heads,
+        tokens=tokens,
     )
+
+
+def _heads_and_tokens(specs: Sequence[KVCacheSpec], layout: str) -> tuple[int, int]:
+    """How many every page has; nothing where they differ, pages have more in them than keys and values, or layers of
+    several groups are taken for one page."""
+    shapes = set()
+    for spec in specs:
+        if _kinds_of(spec).isdisjoint(_OF_HEADS) or not _kinds_of(spec).isdisjoint(_NOT_OF_HEADS):
+            return 0, 0
+        attention = cast(AttentionSpec, spec)
+        padded = attention.page_size_bytes != attention.unpadded_page_size_bytes
+        shapes.add((0, 0) if padded else (attention.num_kv_heads, attention.block_size))
+    mixed = len(shapes) != 1 or (layout.startswith("B") and len({*map(type, specs)}) > 1)
+    return (0, 0) if mixed else shapes.pop()
 
 
 def has_states(model_runner: ModelRunner) -> bool:

@@ -34,6 +34,12 @@ class AttentionSpec(KVCacheSpec, Protocol):
     @property
     def kv_quant_mode(self) -> enum.Enum: ...
 
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def unpadded_page_size_bytes(self) -> int: ...
+
 
 class UniformSpecs(KVCacheSpec, Protocol):
     """Those of layers that differ and have one block table nevertheless."""

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -121,20 +122,37 @@ def _checked_ids(layout: BlockLayout, block_ids: Sequence[int] | Ids) -> Ids:
 
 @functools.lru_cache(maxsize=64)
 def _pages_are_disjoint(layout: BlockLayout) -> bool:
-    """Whether no byte belongs to two pages, as in every layout that vLLM makes.
+    """Whether no byte belongs to two pages, as in every layout that vLLM makes, and in every cut of one.
 
     Looks at the two outermost dimensions only: True is always right, an interlaced layout may be called overlapping.
     """
-    if not all(_steps_clear(region, layout.num_blocks) for region in layout.regions):
+    regions = _with_rows_joined(layout.regions)
+    if not all(_steps_clear(region, layout.num_blocks) for region in regions):
         return False
-    whole = [(r.offset, r.offset + _extent(r) + (layout.num_blocks - 1) * r.block_stride) for r in layout.regions]
+    whole = [(r.offset, r.offset + _extent(r) + (layout.num_blocks - 1) * r.block_stride) for r in regions]
     if _follow_each_other(whole):
         return True
     # Regions side by side within each block: it is enough to look at the first block.
-    first = [(r.offset, r.offset + _extent(r)) for r in layout.regions]
-    strides = {r.block_stride for r in layout.regions}
+    first = [(r.offset, r.offset + _extent(r)) for r in regions]
+    strides = {r.block_stride for r in regions}
     span = max(end for _, end in first) - min(start for start, _ in first)
     return _follow_each_other(first) and len(strides) == 1 and span <= strides.pop()
+
+
+def _with_rows_joined(regions: Sequence[TensorRegion]) -> list[TensorRegion]:
+    """Regions of which each lies behind the one before in the same pages, as of a cut: as one, gaps included."""
+    joined: list[TensorRegion] = []
+    for region in regions:
+        before = joined[-1] if joined else region
+        end = region.offset + region.page_bytes
+        rest = msgspec.structs.replace(region, offset=before.offset, page_bytes=before.page_bytes)
+        behind = before.offset + before.page_bytes <= region.offset
+        room = region.block_stride if region.num_layers == 1 else min(region.layer_stride, region.block_stride)
+        if behind and rest == before and end - before.offset <= room:
+            joined[-1] = msgspec.structs.replace(before, page_bytes=end - before.offset)
+        else:
+            joined.append(region)
+    return joined
 
 
 def _extent(region: TensorRegion) -> int:

@@ -8,10 +8,10 @@ knows nothing of migrations. Only the process that owns the destination memory e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
+from vllm_llumnix.kv.layout import BlockLayout, Cut, require_same_pages
 from vllm_llumnix.kv.messages import PeerMemory, Pull
 
 STALL_SECONDS: Final = 5.0
@@ -20,12 +20,22 @@ TURN_SECONDS: Final = 0.005
 """The longest that the mover waits for a peer, or for the GPU, before it listens to its engine again."""
 
 
-def require_readable(ours: BlockLayout, peer: PeerMemory) -> None:
+class Cuts(NamedTuple):
+    """Which part of a peer's pages goes to which part of ours; whole ones by default."""
+
+    source: Cut | None = None
+    destination: Cut | None = None
+
+
+WHOLE: Final = Cuts()
+
+
+def require_readable(ours: BlockLayout, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
     """Raises TransportUnavailable for a peer whose memory nobody reads, or whose pages are other ones than ours."""
     if peer.unavailable is not None:
         raise TransportUnavailable(peer.unavailable)
     try:
-        require_same_pages(ours, peer.layout)
+        require_same_pages(ours.cut(cuts.destination), peer.layout.cut(cuts.source))
     except ValueError as error:
         raise TransportUnavailable(str(error)) from error
 
@@ -40,8 +50,8 @@ class Transport(Protocol):
     def asks_peers(self) -> bool:
         """Whether `probe` waits for the peer's answer. Then other threads than the mover's call it, at any time."""
 
-    def probe(self, peer: PeerMemory) -> None:
-        """Raise TransportUnavailable, with a reason for people, unless this peer can be read.
+    def probe(self, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
+        """Raise TransportUnavailable, with a reason for people, unless this peer can be read, and the parts be copied.
 
         TransferFailed means that the peer itself is gone.
         """

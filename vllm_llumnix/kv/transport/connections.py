@@ -18,7 +18,7 @@ from vllm_llumnix.hosts import connect, host_of
 from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, PeerMemory, decode_block_answer
-from vllm_llumnix.kv.transport.base import require_readable
+from vllm_llumnix.kv.transport.base import WHOLE, Cuts, require_readable
 
 T = TypeVar("T")
 
@@ -63,10 +63,10 @@ class Connections:
             if len(self.idle) > MAX_IDLE:
                 self.idle.popitem(last=False)[0].close()
 
-    def probe(self, layout: BlockLayout, peer: PeerMemory) -> None:
+    def probe(self, layout: BlockLayout, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
         """Raises TransportUnavailable, or TransferFailed if the peer is gone, unless its server is there."""
         require_served(peer)
-        require_readable(layout, peer)
+        require_readable(layout, peer, cuts)
         connection = self.take(peer)
         try:
             require_granted(_ask(connection, BlockRequest(peer.nonce, b"", [], True)))

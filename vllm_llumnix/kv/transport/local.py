@@ -26,7 +26,7 @@ from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavail
 from vllm_llumnix.kv.layout import BlockLayout, Pieces, Words, pair_pieces
 from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of, yama_scope
-from vllm_llumnix.kv.transport.base import require_readable
+from vllm_llumnix.kv.transport.base import WHOLE, Cuts, require_readable
 
 IOV_MAX = 1024
 MAX_PEERS = 64
@@ -55,15 +55,16 @@ class LocalTransport:
         self._layout = layout
         self._peers: OrderedDict[PeerMemory, _Peer] = OrderedDict()
 
-    def probe(self, peer: PeerMemory) -> None:
-        require_readable(self._layout, peer)
+    def probe(self, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
+        require_readable(self._layout, peer, cuts)
         self.verify(peer)
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
         peer = pull.peer
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
-        pieces = pair_pieces(peer.layout, pull.src_blocks, self._layout, pull.dst_blocks)
+        source, destination = peer.layout.cut(pull.source_cut), self._layout.cut(pull.destination_cut)
+        pieces = pair_pieces(source, pull.src_blocks, destination, pull.dst_blocks)
         identified = self.verify(peer)
         yield from read_pieces(peer.pid, pieces, chunk_bytes)
         identified.verify()

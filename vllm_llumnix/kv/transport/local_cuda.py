@@ -23,7 +23,7 @@ from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.cuda_share import mapped, require_plausible
 from vllm_llumnix.kv.layout import BlockLayout, require_pairs, require_same_pages
 from vllm_llumnix.kv.messages import PeerMemory, Pull
-from vllm_llumnix.kv.transport.base import TURN_SECONDS
+from vllm_llumnix.kv.transport.base import TURN_SECONDS, WHOLE, Cuts
 from vllm_llumnix.kv.transport.local import LocalTransport
 
 BUFFER_BYTES: Final = 8 << 20
@@ -48,29 +48,30 @@ class LocalCudaTransport:
         self._stream = torch.cuda.Stream(storage.device)
         self._mapped: dict[PeerMemory, torch.Tensor] = {}
 
-    def probe(self, peer: PeerMemory) -> None:
+    def probe(self, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
         try:
-            self._identities.probe(peer)
+            self._identities.probe(peer, cuts)
             self._memory_of(peer)
         finally:
             self._unmap_unknown()
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
         peer, src_blocks, dst_blocks = pull.peer, pull.src_blocks, pull.dst_blocks
-        require_same_pages(self._layout, peer.layout)
+        there, here = peer.layout.cut(pull.source_cut), self._layout.cut(pull.destination_cut)
+        require_same_pages(here, there)
         require_pairs(src_blocks, dst_blocks)
-        for layout, blocks in ((peer.layout, src_blocks), (self._layout, dst_blocks)):
+        for layout, blocks in ((there, src_blocks), (here, dst_blocks)):
             if not all(0 <= block < layout.num_blocks for block in blocks):
                 raise ValueError(f"block ids are not all within 0 to {layout.num_blocks - 1}")
         self._identities.verify(peer)
         theirs = self._memory_of(peer)
-        step = max(1, min(self._step, chunk_bytes // self._layout.bytes_per_block))
+        step = max(1, min(self._step, chunk_bytes // here.bytes_per_block))
         try:
             for at in range(0, len(src_blocks), step):
                 source, destination = src_blocks[at : at + step], dst_blocks[at : at + step]
                 with torch.cuda.device(self._storage.device), torch.cuda.stream(self._stream):
-                    kernels.gather(theirs, peer.layout, source, self._buffer)
-                    kernels.scatter(self._storage, self._layout, destination, self._buffer)
+                    kernels.gather(theirs, there, source, self._buffer)
+                    kernels.scatter(self._storage, here, destination, self._buffer)
                     done = torch.cuda.Event()
                     done.record(self._stream)
                 turn = time.monotonic()
@@ -79,7 +80,7 @@ class LocalCudaTransport:
                         turn = time.monotonic()
                         yield 0
                     time.sleep(POLL_SECONDS)
-                yield len(source) * self._layout.bytes_per_block
+                yield len(source) * here.bytes_per_block
         finally:
             # Nothing is written after the iterator has ended, however it ends.
             self._stream.synchronize()

@@ -21,11 +21,11 @@ import torch
 
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.layout import require_pairs, require_same_pages
-from vllm_llumnix.kv.memory import BlockMemory
+from vllm_llumnix.kv.memory import BlockMemory, Blocks
 from vllm_llumnix.kv.messages import DEPTH, NetworkName, PeerMemory, Pull, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.seal import new_key, sealer
 from vllm_llumnix.kv.staging import Slot, StagingArea
-from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
+from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS, WHOLE, Cuts
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_served, send
 from vllm_llumnix.kv.transport.obstacles import Obstacles
 
@@ -95,22 +95,23 @@ class StagedTransport:
         self.connections = connections
         self.obstacles = Obstacles()
 
-    def probe(self, peer: PeerMemory) -> None:
+    def probe(self, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
         require_served(peer)
         place = self.network.place_of(peer)
-        self.connections.probe(self._blocks.layout, peer)
+        self.connections.probe(self._blocks.layout, peer, cuts)
         self.obstacles.require_none(place, functools.partial(self.network.obstacle, peer))
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
         peer = pull.peer
-        require_same_pages(self._blocks.layout, peer.layout)
+        blocks = self._blocks.cut(pull.destination_cut)
+        require_same_pages(blocks.layout, peer.layout.cut(pull.source_cut))
         require_pairs(pull.src_blocks, pull.dst_blocks)
         require_served(peer)
         place, title = self.network.place_of(peer), self.network.title
         slots = yield from self._slots()
         reading = None
         try:
-            reading = _Reading(self, pull, place, slots, chunk_bytes)
+            reading = _Reading(self, pull, blocks, place, slots, chunk_bytes)
             yield from reading.run()
         except OSError as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error
@@ -160,18 +161,19 @@ class _Reading:
         self,
         transport: StagedTransport,
         pull: Pull,
+        blocks: Blocks,
         place: str,
         slots: list[Slot],
         chunk_bytes: int,
     ) -> None:
         self._transport = transport
         self._pull = pull
+        self._blocks = blocks
         self._place = place
         self._slots = slots
         self._key = new_key()
         self._sealer = sealer(transport._area.seal, self._key)
-        layout = transport._blocks.layout
-        step = max(1, min(chunk_bytes, transport._area.slot_bytes) // layout.bytes_per_block)
+        step = max(1, min(chunk_bytes, transport._area.slot_bytes) // blocks.layout.bytes_per_block)
         self._parts = [
             (pull.src_blocks[at : at + step], pull.dst_blocks[at : at + step])
             for at in range(0, len(pull.src_blocks), step)
@@ -262,7 +264,7 @@ class _Reading:
         if not intact:
             title = transport.network.title
             raise _ReadFailed(f"what {title} read from {self._place} is not what was to be read")
-        transport._blocks.scatter(self._parts[number][1], content)
+        self._blocks.scatter(self._parts[number][1], content)
         self._finished += 1
         return num_bytes
 
@@ -284,10 +286,11 @@ class _Reading:
             final=self._pull.final,
             kind=self._transport._area.seal,
             network=self._transport.name,
+            cut=self._pull.source_cut,
         )
 
     def _num_bytes(self, number: int) -> int:
-        return len(self._parts[number][0]) * self._transport._blocks.layout.bytes_per_block
+        return len(self._parts[number][0]) * self._blocks.layout.bytes_per_block
 
 
 def _is_over(read: Read) -> bool:

@@ -19,7 +19,7 @@ from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.layout import require_pairs, require_same_pages
 from vllm_llumnix.kv.memory import BlockMemory, Transfer
 from vllm_llumnix.kv.messages import BlockRequest, PeerMemory, Pull, decode_block_answer
-from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
+from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS, WHOLE, Cuts
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_granted, require_served, send
 
 MAX_STREAMS: Final = 4
@@ -35,31 +35,34 @@ class TcpTransport:
 
     def __init__(self, memory: BlockMemory, tls: ssl.SSLContext | None = None) -> None:
         self._memory = memory
-        self._layout = memory.layout
         self.connections = Connections(tls)
 
-    def probe(self, peer: PeerMemory) -> None:
-        self.connections.probe(self._layout, peer)
+    def probe(self, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
+        self.connections.probe(self._memory.layout, peer, cuts)
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
         peer = pull.peer
         require_served(peer)
-        require_same_pages(self._layout, peer.layout)
+        memory = self._memory.cut(pull.destination_cut)
+        require_same_pages(memory.layout, peer.layout.cut(pull.source_cut))
         require_pairs(pull.src_blocks, pull.dst_blocks)
-        layers_outermost = self._memory.layers_outermost
-        parts = list(self._parts(len(pull.src_blocks)))
+        layers_outermost = memory.layers_outermost
+        parts = list(_parts(len(pull.src_blocks), memory.layout.bytes_per_block))
         asked: list[socket.socket] = []
         streams: list[_Stream] = []
         try:
             for part in parts:
                 asked.append(self.connections.take(peer))
                 wanted = pull.src_blocks[part]
-                send(asked[-1], BlockRequest(peer.nonce, pull.capability, wanted, layers_outermost, pull.final))
+                question = BlockRequest(
+                    peer.nonce, pull.capability, wanted, layers_outermost, pull.final, pull.source_cut
+                )
+                send(asked[-1], question)
             # Nothing is written after the iterator has ended, however it ends.
             with contextlib.ExitStack() as spans:
                 # Planned while the source does the same.
                 for connection, part in zip(asked, parts, strict=True):
-                    span = self._memory.transfer(pull.dst_blocks[part], layers_outermost)
+                    span = memory.transfer(pull.dst_blocks[part], layers_outermost)
                     spans.callback(span.close)
                     streams.append(_Stream(connection, span))
                 yield from _receive_all(streams, chunk_bytes)
@@ -79,13 +82,14 @@ class TcpTransport:
     def close(self) -> None:
         self.connections.close()
 
-    def _parts(self, num_blocks: int) -> Iterator[slice]:
-        """Shares of a pull, one a connection."""
-        count = max(1, min(MAX_STREAMS, num_blocks, num_blocks * self._layout.bytes_per_block // BYTES_PER_STREAM))
-        for index in range(count):
-            part = slice(num_blocks * index // count, num_blocks * (index + 1) // count)
-            if part.start < part.stop:
-                yield part
+
+def _parts(num_blocks: int, bytes_per_block: int) -> Iterator[slice]:
+    """Shares of a pull, one a connection."""
+    count = max(1, min(MAX_STREAMS, num_blocks, num_blocks * bytes_per_block // BYTES_PER_STREAM))
+    for index in range(count):
+        part = slice(num_blocks * index // count, num_blocks * (index + 1) // count)
+        if part.start < part.stop:
+            yield part
 
 
 @dataclass(eq=False, slots=True)

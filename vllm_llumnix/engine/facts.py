@@ -14,6 +14,7 @@ from vllm_llumnix.engine.likeness import PAGES, PARAMETERS, STAGES, TENSOR_PARAL
 from vllm_llumnix.engine.portability import custom_logits_processors
 from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.vllm_types import KVCacheGroup
 from vllm_llumnix.patching import state
 
 _NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
@@ -59,17 +60,17 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
     config = engine.vllm_config
     model, parallel = config.model_config, config.parallel_config
     layouts = [mover.memory.layout for mover in movers]
-    stages = {
+    sizes = {
         "PP": parallel.pipeline_parallel_size,
         "PCP": parallel.prefill_context_parallel_size,
         "DCP": parallel.decode_context_parallel_size,
     }
-    others = [f"{name} {size}" for name, size in stages.items() if size > 1]
+    stages = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     devices = sorted({f"{mover.device} {mover.isa}" for mover in movers})
     tokens = {
         "vllm": f"{vllm.__version__} with patches {state.current().digest}",
         "device": ", ".join(devices),
-        "parallel": " ".join([f"TP {parallel.tensor_parallel_size}", *others]),
+        "parallel": " ".join([f"TP {parallel.tensor_parallel_size}", *stages]),
         "model": "#" + text_config_of(model),
         "weights": f"#{sum(mover.common_weights for mover in movers) % 2**32:08x}",
         # These see what the runner keeps as parameters; on CPU, packed linear layers are not among them.
@@ -89,13 +90,10 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
     }
     cache = {
         "block_size": engine.scheduler.block_size,
-        "groups": ", ".join(
-            f"{len(group.layer_names)} layers in blocks of {group.kv_cache_spec.block_size} ({kind_of(group)})"
-            for group in engine.scheduler.kv_cache_config.kv_cache_groups
-        ),
+        "groups": ", ".join(map(_described, engine.scheduler.kv_cache_config.kv_cache_groups)),
         # Whether layers or blocks are outermost is no matter.
         "layout": ", ".join(sorted({layout.interior for layout in layouts})),
-        STAGES: f"{' '.join(others)} in turns of {parallel.cp_kv_cache_interleave_size}" if others else "",
+        STAGES: f"{' '.join(stages)} in turns of {parallel.cp_kv_cache_interleave_size}" if stages else "",
         TENSOR_PARALLEL: parallel.tensor_parallel_size,
         # Of the inside of a page: the kernels of CPUs have one each, those of GPUs one for all.
         "arrangement": ", ".join(device for device in devices if device.startswith("cpu")),
@@ -104,3 +102,9 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         PAGES: named([[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts]),
     }
     return EngineFacts.of(tokens, cache, accepted)
+
+
+def _described(group: KVCacheGroup) -> str:
+    kind = kind_of(group)
+    of_what = kind.value if kind is not None else type(group.kv_cache_spec).__name__
+    return f"{of_what} in {len(group.layer_names)} layers, by {group.kv_cache_spec.block_size}"

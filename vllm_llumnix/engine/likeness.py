@@ -22,6 +22,8 @@ PARAMETERS = "parameters"
 STAGES, TENSOR_PARALLEL, PAGES = "pipeline_and_context_parallel", "tensor_parallel", "pages"
 """Facts about a KV cache. Without stages, another number of workers is no matter: movers know which heads a page has,
 and copy those that they need (`memory.routes`); or they say that they cannot."""
+_MOST_SHOWN = 200
+"""Characters of what a peer says."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
@@ -77,8 +79,8 @@ def _difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | Non
 
 
 def _said(name: str, ours: str, theirs: str) -> str:
-    words = name.replace("_", " ")
+    words = name[:_MOST_SHOWN].replace("_", " ")
     if "#" in (ours[:1], theirs[:1]):
         return f"{words} differ"
     flag = f", see --llumlet-accept {name}" if name in ACCEPTABLE else ""
-    return f"{words}: {ours or 'none'} here, {theirs or 'none'} at the source{flag}"
+    return f"{words}: {ours or 'none'} here, {theirs[:_MOST_SHOWN] or 'none'} at the source{flag}"

@@ -99,17 +99,17 @@ def routes(ours: Sequence[BlockLayout], theirs: Sequence[PeerMemory]) -> list[li
     """
     if len(ours) == len(theirs):
         return [[Route(memory)] for memory in theirs]
-    problem = f"{len(theirs)} workers at the source, {len(ours)} here"
-    shares = {layout.heads * len(layouts) for layouts in (ours, [it.layout for it in theirs]) for layout in layouts}
-    num_heads = shares.pop() if len(shares) == 1 else 0
-    if not theirs or not num_heads or max(len(ours), len(theirs)) % min(len(ours), len(theirs)):
-        raise Refused(Reason.INCOMPATIBLE_ENGINE, f"{problem}, and their heads are not cut alike")
-    each = max(len(ours), len(theirs)) // min(len(ours), len(theirs))
-    if len(ours) > len(theirs):
-        cuts = [Cuts(Cut(rank % each, each), Cut(0, 1)) for rank in range(len(ours))]
-        return [[Route(theirs[rank // each], cuts[rank])] for rank in range(len(ours))]
-    parts = [Cuts(Cut(0, 1), Cut(part, each)) for part in range(each)]
-    return [[Route(theirs[rank * each + part], parts[part]) for part in range(each)] for rank in range(len(ours))]
+    num_heads = {it.heads * len(ours) for it in ours} | {it.layout.heads * len(theirs) for it in theirs}
+    fewer, more = sorted((len(ours), len(theirs)))
+    if len(num_heads) != 1 or 0 in num_heads or fewer == 0 or more % fewer:
+        detail = f"{len(theirs)} workers at the source, {len(ours)} here, and their heads are not cut alike"
+        raise Refused(Reason.INCOMPATIBLE_ENGINE, detail)
+    each = more // fewer
+    if len(ours) == more:
+        parts = [Cuts(source=Cut(part, each), destination=Cut(0, 1)) for part in range(each)]
+        return [[Route(theirs[rank // each], parts[rank % each])] for rank in range(more)]
+    parts = [Cuts(source=Cut(0, 1), destination=Cut(part, each)) for part in range(each)]
+    return [[Route(theirs[rank * each + part], parts[part]) for part in range(each)] for rank in range(fewer)]
 
 
 class Grant:

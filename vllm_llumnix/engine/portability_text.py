@@ -108,6 +108,31 @@ in the middle of one. A stream of 4,096 tokens stands still for 1.7 to 1.8 gaps 
 1.84, gpt-oss 1.80, Qwen3-Next 1.69; the gaps of these small models are of 6 to 12 ms): `python -m benchmarks.models`.
 """
 
+_DIFFERENT = """
+## Engines that differ
+
+| what differs | what happens | measured |
+|---|---|---|
+| `--max-model-len`, `--max-num-seqs`, the number of KV blocks, adapters, transports | nothing: requests move live, \
+but for one that may outgrow the destination (`request_too_long`) | `test_refusals`, `test_lora` |
+| block size, the order of a page's dimensions | requests come with their tokens alone | `test_refusals` |
+| the release of vLLM or of this package | refused, unless all have `--llumlet-accept vllm`; then live between \
+0.32 and 0.33, both ways, and with tokens alone between releases that write another KV cache | `test_rolling_update`, \
+by `make test-next`: greedy, seeded and guided, a drain, a death |
+| the kind of GPU or CPU | refused, unless all have `--llumlet-accept device`; then live between GPUs | by reading |
+| tensor parallel size | refused, unless all have `--llumlet-accept parallel`; then live, if the workers of each \
+engine share the KV heads out evenly; latents, states and replicated heads stay behind | `test_ranks`: 2 to 1 and \
+back; `test_cuts` |
+| pipeline and context parallel sizes | refused, unless all have `--llumlet-accept parallel`; then with tokens alone | \
+by reading |
+| model, weights, data types, quantization, `--enable-lora`, speculation, the mode of log probabilities, watermark, \
+markers of reasoning, logits processors, V1 and V2 runner | refused, with what it is | `test_refusals`, `test_facts` |
+
+Engines of the kinds that want a flag round differently. A request that has moved may go on with other tokens than it
+would have had unmoved, as good ones; in float32 these small models' are the same. All engines must accept the same.
+Balancing keeps to engines whose KV caches lie alike; drains, rescues and `llumnix migrate` take what there is.
+"""
+
 _CONNECTORS = """
 ## KV connectors
 
@@ -170,7 +195,7 @@ def render() -> str:
     lines += ["", _KINDS, _INPUTS, _TOKENS_ALONE, "| engine | such as | measured |", "|---|---|---|"]
     lines += [f"| {row.reason} | {row.because} | {row.measured or Evidence.BY_READING} |" for row in KV_REFUSED_ENGINES]
     lines += [f"| {ELSEWHERE} | Ray, `--nnodes` | {Evidence.BY_READING} |", _UNREADABLE]
-    return "\n".join([*lines, _CONNECTORS + _DRAFTS + _THE_MARK])
+    return "\n".join([*lines, _DIFFERENT + _CONNECTORS + _DRAFTS + _THE_MARK])
 
 
 if __name__ == "__main__":

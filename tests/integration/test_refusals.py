@@ -336,7 +336,7 @@ async def test_another_model(engines: Engines, conserved: object, strange: Stran
 
 
 @failure(
-    "the destination keeps its KV cache in another way: block size, layout, number of workers",
+    "the destination keeps its KV cache in another way, as with another block size",
     "reserving",
     "the request goes with its tokens alone; incompatible_engine if it must not",
 )

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest import mock
 
+from llumlet.protocol.replay import Replay
 from llumlet.types import Handover, Mode, MovePhase, SettleRequest
 from tests.shells.circumstances import before_copies, hanging, slow_copies
 from tests.shells.cluster import MAX_TOKENS, SECONDS, Cluster, Stream, until
@@ -134,6 +135,12 @@ async def loses_tokens(cluster: Cluster, stream: Stream) -> str:
     return outcome
 
 
+async def loses_a_long_one(cluster: Cluster, stream: Stream) -> str:
+    """The same, of so many tokens that the origin asks first who has how many of them cached."""
+    await stream.reaches(Replay.compares_from)
+    return await loses_tokens(cluster, stream)
+
+
 async def given_up(cluster: Cluster, stream: Stream) -> str:
     """The mover takes longer for a round than A waits: the blocks stay B's until the mover is quiet."""
     cluster.deadlines["round_s"] = 0.1
@@ -225,6 +232,7 @@ PLAY: dict[str, Play] = {
         left_in_doubt,
         asked,
         loses_tokens,
+        loses_a_long_one,
         given_up,
         preempted,
         hangs,
@@ -313,6 +321,7 @@ CELLS: list[Cell] = [
     *_calls("Abort", "left_in_doubt", _all("gone")),
     *_calls("Close", "moves", _all("moved")),
     *_calls("Query", "asked", _all("moved")),
+    *_calls("CachedPrefix", "loses_a_long_one", _all("moved, replayed")),
     *_calls("Adopt", "loses_tokens", _all("moved, replayed")),
     *_calls("Adopt", "hangs", ADOPTED),
     *_calls("Claim", "hangs", _all("computed again, replayed", **IN_TIME)),

@@ -105,8 +105,8 @@ class MetricBalancePairs:
         return Unfit(sources, destinations)
 
     def _parts(self, draft: Draft, able: Mask) -> list[Mask]:
-        """Sets of instances that may exchange requests."""
-        groups, units = draft.snapshot["exchange_group"], draft.snapshot["unit"]
+        """Sets of instances that may exchange requests with their KV caches: no balance is worth a prefill."""
+        groups, units = draft.snapshot["cache_group"], draft.snapshot["unit"]
         parts = [able & (groups == group) for group in np.unique(groups[able])]
         if self.scope is Scope.CLUSTER:
             return parts

@@ -36,7 +36,7 @@ class RoundRobinPairs:
     def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
         snapshot, left = draft.snapshot, ends.without(_unfit(draft))
         sources, destinations = np.flatnonzero(left.sources).tolist(), left.destinations
-        groups = snapshot["exchange_group"]
+        groups, caches = snapshot["exchange_group"], snapshot["cache_group"]
         for turn, source in enumerate(sources):
             if draft.history.source_avoided(snapshot.ids[source], draft.now_s):
                 draft.refused["source_avoided"] += 1
@@ -44,7 +44,10 @@ class RoundRobinPairs:
             if source in draft.taking:  # another policy holds it for well
                 draft.refused["takes_itself"] += 1
                 continue
-            same = np.flatnonzero(destinations & (groups == groups[source])).tolist()
+            able = destinations & (groups == groups[source])
+            # To who can read the KV caches, if anybody can.
+            alike = able & (caches == caches[source])
+            same = np.flatnonzero(alike if alike.any() else able).tolist()
             if not same:
                 draft.refused["no_destination"] += 1
                 continue

@@ -99,7 +99,7 @@ class PackingPairs:
 
     def _fullest_with_room(self, draft: Draft, load: Values, source: int, cargo: Cargo, fullest: Rows) -> int | None:
         """The first of these that stays below the limit with all of the cargo."""
-        groups = draft.snapshot["exchange_group"]
+        groups = draft.snapshot["cache_group"]
         able = fullest[(groups[fullest] == groups[source]) & (fullest != source)]
         if self.empties:
             # Who is emptier than the emptiest source is none: it would be emptied itself next.

@@ -130,7 +130,7 @@ markers of reasoning, logits processors, V1 and V2 runner | refused, with what i
 
 Engines of the kinds that want a flag round differently. A request that has moved may go on with other tokens than it
 would have had unmoved, as good ones; in float32 these small models' are the same. All engines must accept the same.
-Balancing keeps to engines whose KV caches lie alike; drains, rescues and `llumnix migrate` take what there is.
+Balancing keeps to engines whose KV caches lie alike, and a failover takes others only if there are none of these.
 """
 
 _CONNECTORS = """

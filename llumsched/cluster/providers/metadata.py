@@ -33,6 +33,7 @@ class MetadataColumns:
         "unit",
         "engine",
         "exchange_group",
+        "cache_group",
         "max_model_len",
         "max_num_batched_tokens",
         "max_num_seqs",
@@ -43,7 +44,8 @@ class MetadataColumns:
         "stall_budget_s",
     )
     """`engine`: the unit, if it has more than one data-parallel rank: they fail together. `exchange_group`: equal where
-    requests can be exchanged. `movable`: 1 if they can go elsewhere at all."""
+    requests can be exchanged, `cache_group` where they bring their KV cache along. `movable`: 1 if they can go
+    elsewhere at all."""
 
     def __init__(self) -> None:
         self._codes: dict[str, int] = {"": -1}
@@ -54,12 +56,14 @@ class MetadataColumns:
         if before is not None and before.metadata is data:
             return None
         unit = self._code(data.unit_id)
+        group = f"{type_of(instance)}\n{data.compatibility_digest}"
         return (
             type_code(data.instance_type),
             self._code(data.node_id),
             unit,
             unit if data.data_parallel_size > 1 else -1,
-            self._code(f"{type_of(instance)}\n{data.compatibility_digest}\n{data.cache_digest}"),
+            self._code(group),
+            self._code(f"{group}\n{data.cache_digest}"),
             data.max_model_len,
             data.max_num_batched_tokens,
             data.max_num_seqs or NO_LIMIT,

@@ -353,6 +353,17 @@ def test_only_instances_of_the_type_that_understand_each_other_and_are_well() ->
     assert pairs(planned([hot, *others, well], balancing())) == [("hot", "well")]
 
 
+def test_balance_is_not_worth_a_prefill_and_a_failover_is() -> None:
+    """Of engines that keep their KV caches in different ways, as with other block sizes."""
+    hot, cool, other = instance("hot", 0.9), instance("cool", 0.5), instance("other", 0.1, cache_digest="other")
+    assert pairs(planned([hot, other], balancing())) == []
+    assert pairs(planned([hot, cool, other], balancing())) == [("hot", "cool")]
+    failing = instance("failing", 0.7, schedulable=False)
+    config = Config(policies=FAILOVERS)
+    assert pairs(planned([failing, other], config)) == [("failing", "other")]
+    assert {destination for _, destination in pairs(planned([failing, cool, other], config))} == {"cool"}
+
+
 def test_only_request_is_not_moved_to_an_empty_instance() -> None:
     alone = instance("a", 0.5, scheduler_running_to_decode_requests_num=1, num_running_requests=1)
     made = planned([alone, instance("b")], balancing())

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's `EngineCoreOutput` to and from the relay's `wire.TokenOutput`, for engines and API servers.
 
-What travels: token ids, logprobs of sampled tokens, finish and stop reason, the count of NaNs. What does not: prompt
-logprobs, prefill statistics and events (they belong to the prefill, which the front-end has heard of from the engine
-that did it, in that host's clock), and what only requests that are never moved have: sampling masks, routed experts,
-pooling outputs, parameters of KV and encoder-cache transfers.
+What travels: token ids, logprobs of sampled tokens, what they were drawn from (sampling masks), finish and stop reason,
+the count of NaNs. What does not: prompt logprobs, prefill statistics and events (they belong to the prefill, which the
+front-end has heard of from the engine that did it, in that host's clock), and what only requests that are never moved
+have: routed experts, pooling outputs, parameters of KV and encoder-cache transfers.
 
 Logprobs are float32 in vLLM and 64-bit floats on the wire: every value, infinities and NaN included, arrives unchanged.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from llumlet.protocol import wire
 from llumlet.protocol.errors import RemoteProtocolError
@@ -36,6 +38,7 @@ def token_output_from(output: EngineCoreOutput, epoch: Epoch, base: int, first: 
         stop_reason=output.stop_reason,
         logprobs=_wire_logprobs(output.new_logprobs),
         num_nans_in_logits=output.num_nans_in_logits,
+        sampling_masks=None if output.new_sampling_mask is None else output.new_sampling_mask.to_nested_list(),
     )
 
 
@@ -49,6 +52,7 @@ def engine_output_from(token: wire.TokenOutput, skip: int, count: int, finished:
         request_id=token.request_id,
         new_token_ids=token.token_ids[skip : skip + count],
         new_logprobs=_lists(token.logprobs, skip, count),
+        new_sampling_mask=_mask(token.sampling_masks, skip, count),
         finish_reason=FinishReason(token.finish_reason) if ends else None,
         stop_reason=token.stop_reason if ends else None,
         num_nans_in_logits=token.num_nans_in_logits,
@@ -56,19 +60,19 @@ def engine_output_from(token: wire.TokenOutput, skip: int, count: int, finished:
 
 
 def sliced(output: EngineCoreOutput, skip: int, count: int, finished: bool) -> EngineCoreOutput:
-    """Tokens `[skip, skip + count)` of an engine's output, with its end only if `finished`; ids and logprobs together.
+    """Tokens `[skip, skip + count)` of an engine's output, with its end only if `finished`; all of a token together.
 
     The output itself if that is all of it. What is not a token stays with the part that has the first token.
     """
     ends = finished and output.finish_reason is not None
     if not skip and count == len(output.new_token_ids) and ends == output.finished:
         return output
-    logprobs = output.new_logprobs
+    logprobs, mask = output.new_logprobs, output.new_sampling_mask
     return msgspec.structs.replace(
         output,
         new_token_ids=output.new_token_ids[skip : skip + count],
         new_logprobs=None if logprobs is None else _rows(logprobs, skip, count),
-        new_sampling_mask=None,
+        new_sampling_mask=None if mask is None else _mask(mask.to_nested_list(), skip, count),
         finish_reason=output.finish_reason if ends else None,
         stop_reason=output.stop_reason if ends else None,
         events=None if skip else output.events,
@@ -76,10 +80,10 @@ def sliced(output: EngineCoreOutput, skip: int, count: int, finished: bool) -> E
     )
 
 
-def check(token: wire.TokenOutput, *, vocab_size: int, wants_logprobs: bool) -> None:
+def check(token: wire.TokenOutput, *, vocab_size: int, wants_logprobs: bool, has_masks: bool = False) -> None:
     """Raise RemoteProtocolError for what would break the front-end: one bad output ends every stream of an API server.
 
-    Stock vLLM trusts its own engine here; a peer is not that engine.
+    Stock vLLM trusts its own engine here; a peer is not that engine. has_masks: engines tell what they draw from.
     """
     if token.epoch <= HOME:
         raise RemoteProtocolError(f"epoch {token.epoch} on the relay")
@@ -88,6 +92,12 @@ def check(token: wire.TokenOutput, *, vocab_size: int, wants_logprobs: bool) -> 
     if token.finish_reason is not None and token.finish_reason not in _FINISH_REASONS:
         raise RemoteProtocolError(f"finish reason {token.finish_reason}")
     _check_ids(token.token_ids, vocab_size)
+    if (token.sampling_masks is not None) is not (has_masks and bool(token.token_ids)):
+        raise RemoteProtocolError("sampling masks are not there, or were not to be")
+    if token.sampling_masks is not None and len(token.sampling_masks) != len(token.token_ids):
+        raise RemoteProtocolError(f"{len(token.token_ids)} tokens, but another number of sampling masks")
+    for mask in token.sampling_masks or ():
+        _check_ids(mask, vocab_size)
     logprobs = token.logprobs
     if logprobs is None:
         if wants_logprobs and token.token_ids:
@@ -134,6 +144,16 @@ def _lists(logprobs: wire.Logprobs | None, skip: int, count: int) -> LogprobsLis
         logprobs=_matrix(logprobs.logprobs[rows], np.dtype(np.float32)),
         sampled_token_ranks=np.array(logprobs.ranks[rows], dtype=np.int64),
     )
+
+
+def _mask(masks: list[list[int]] | None, skip: int, count: int) -> SamplingMaskLists | None:
+    """Those of tokens `[skip, skip + count)`, as vLLM's scheduler cuts them out for a request."""
+    if masks is None or not count:
+        return None
+    rows = masks[skip : skip + count]
+    token_ids = np.array(list(itertools.chain.from_iterable(rows)), dtype=np.int32)
+    offsets = None if count == 1 else np.array([0, *itertools.accumulate(map(len, rows))], dtype=np.int64)
+    return SamplingMaskLists(token_ids, offsets)
 
 
 def _matrix(rows: list[list[int]] | list[list[float]], dtype: np.dtype) -> np.ndarray:

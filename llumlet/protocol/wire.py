@@ -48,6 +48,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: int | str | None = None
     logprobs: Logprobs | None = None
     num_nans_in_logits: int = 0
+    sampling_masks: list[list[int]] | None = None
+    """Of each token, the ids from which it was drawn; only of engines that tell it."""
 
 
 class Health(enum.StrEnum):

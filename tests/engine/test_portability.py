@@ -175,10 +175,6 @@ def _routed_experts(engine: Any) -> None:
     engine.vllm_config.aux_output_config.enable_return_routed_experts = True
 
 
-def _sampling_mask(engine: Any) -> None:
-    engine.vllm_config.model_config.return_sampling_mask = True
-
-
 KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "a KV cache of another kind than attention, windows and states": _compressed,
     "states that change with every step beside speculative decoding": _states_of_drafts,
@@ -190,7 +186,6 @@ UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "encoder-decoder models are not supported": _encoder,
     "custom logits processors without the mark `llumnix_portable = True`": _silent_processor,
     "routed experts in the output": _routed_experts,
-    "sampling masks in the output": _sampling_mask,
 }
 
 
@@ -338,6 +333,7 @@ SHOWN: dict[str, list[Shown]] = {
     "repetition detection": [("sampling", "repetition detection")],
     "trace replay, to an engine with --enable-trace-replay": [],
     "watermarking, to an engine with the same configuration": [],
+    "sampling masks in the output (--return-sampling-mask)": [],
     "images and the like": [test_images.test_there_and_back],
     "prompt embeddings, among tokens or alone": [test_images.test_there_and_back],
     "custom logits processors, all with the mark `llumnix_portable = True`": [("processor", True)],
@@ -356,6 +352,7 @@ SHOWN_ON_V2: dict[str, list[Shown]] = {
     },
     "trace replay, to an engine with --enable-trace-replay": [test_marks_and_traces.test_a_trace],
     "watermarking, to an engine with the same configuration": [test_marks_and_traces.test_a_watermark],
+    "sampling masks in the output (--return-sampling-mask)": [test_marks_and_traces.test_sampling_masks],
     "a LoRA adapter, to an engine that has it": [test_speculation_and_lora.test_seeded_with_an_adapter],
     "n above 1": [runner_v2_kinds.test_children_move_to_different_engines],
     "a preempted request": [runner_v2_states.test_preempted],

@@ -252,6 +252,7 @@ def _config(ranks: int) -> Any:
             multimodal_config=None,
             max_model_len=4096,
             get_vocab_size=lambda: VOCAB_SIZE,
+            return_sampling_mask=False,
             served_model_name="model",
         ),
         cache_config=SimpleNamespace(num_gpu_blocks=0, block_size=32),

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from llumlet.protocol import wire
 from llumlet.protocol.errors import RemoteProtocolError
@@ -93,6 +93,40 @@ def test_prefill_statistics_stay_with_the_first_token() -> None:
     assert sliced(first, 0, 1, False).events == events
     assert sliced(first, 1, 1, False).prefill_stats is None
     assert sliced(first, 1, 1, False).events is None
+
+
+MASKS = [[3, 5, 9], [6], [7, 8]]
+
+
+def masks_of(output: EngineCoreOutput) -> list[list[int]] | None:
+    mask = output.new_sampling_mask
+    return None if mask is None else mask.to_nested_list()
+
+
+@pytest.mark.parametrize(("skip", "count"), [(0, 3), (1, 2), (2, 1), (0, 2), (1, 1), (0, 1)])
+def test_what_tokens_are_drawn_from_goes_with_them(skip: int, count: int) -> None:
+    """In vLLM's form: of one position without offsets."""
+    ids = np.array([3, 5, 9, 6, 7, 8], dtype=np.int32)
+    sent = output("r", 5, 6, 7, new_sampling_mask=SamplingMaskLists(ids, np.array([0, 3, 4, 6])))
+    relayed = engine_output_from(over_the_wire(token_output_from(sent, Epoch(0, 1), 0, 0)), skip, count, False)
+    for got in (relayed, sliced(sent, skip, count, False)):
+        assert masks_of(got) == MASKS[skip : skip + count]
+        assert (got.new_sampling_mask is sent.new_sampling_mask) or (
+            (got.new_sampling_mask.offsets is None) is (count == 1)
+        )
+        assert got.new_sampling_mask.token_ids.dtype == np.int32
+
+
+def test_sampling_masks_that_do_not_fit_are_refused() -> None:
+    token = wire.TokenOutput("r", Epoch(0, 1), 0, 0, [5, 6, 7], sampling_masks=MASKS)
+    check(token, vocab_size=VOCAB_SIZE, wants_logprobs=False, has_masks=True)
+    check(wire.TokenOutput("r", Epoch(0, 1), 0, 0, []), vocab_size=VOCAB_SIZE, wants_logprobs=False, has_masks=True)
+    for masks in (None, MASKS[:2], [*MASKS[:2], [VOCAB_SIZE]], [*MASKS[:2], [-1]]):
+        broken = msgspec.structs.replace(token, sampling_masks=masks)
+        with pytest.raises(RemoteProtocolError):
+            check(broken, vocab_size=VOCAB_SIZE, wants_logprobs=False, has_masks=True)
+    with pytest.raises(RemoteProtocolError, match="were not to be"):
+        check(token, vocab_size=VOCAB_SIZE, wants_logprobs=False)
 
 
 GOOD = wire.Logprobs([[5, 1], [6, 2]], [[-0.1, -2.0], [-0.2, -1.0]], [1, 2])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watermarked requests and replayed traces, which only the V2 runner knows, move as if unmoved."""
+"""Watermarked requests, replayed traces and sampling masks, which only the V2 runner knows, move as if unmoved."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from tests.support.model import PRESETS, build
 from tests.support.moves import migrate, requests
 
 WATERMARK = {"key": 7, "context_width": 2}
-FLAGS = ("--dtype", "float32", "--enable-trace-replay", "--enable-scale-out")
+FLAGS = ("--dtype", "float32", "--enable-trace-replay", "--enable-scale-out", "--return-sampling-mask",
+         "--logprobs-mode", "processed_logprobs")  # fmt: skip
 PROMPT = list(range(100, 160))
 LENGTH = 56
-DRAWN: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "seed": 7, "logprobs": 2}
+TOP_K = 20
+DRAWN: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "top_k": TOP_K, "seed": 7, "logprobs": 2}
 
 
 class Pair(NamedTuple):
@@ -37,8 +39,10 @@ class Pair(NamedTuple):
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = build(PRESETS["tiny"])
     flags = (*FLAGS, "--watermark-config", json.dumps(WATERMARK))
+    warm_up = {"temperature": 1.0, "top_k": TOP_K}
     with Fleet(tmp_path_factory.mktemp("marks")) as fleet:
-        yield Pair(*fleet.start(*(ServerSpec(model, name=n, instance_id=n, runner="v2", flags=flags) for n in "ab")))
+        specs = [ServerSpec(model, name=n, instance_id=n, runner="v2", flags=flags, warm_up=warm_up) for n in "ab"]
+        yield Pair(*fleet.start(*specs))
 
 
 async def answer(pair: Pair, *hops: int, **parameters: Any) -> Stream:
@@ -70,25 +74,37 @@ async def test_a_watermark(pair: Pair) -> None:
 async def test_a_trace(pair: Pair) -> None:
     """Each token is the trace's; what the model thought of it shows that it has seen those before."""
     trace = random.Random(0).choices(range(100, 1000), k=LENGTH)
-
-    async def replayed(*, moves: bool) -> dict[str, Any]:
-        sampling = {"trace_decode_token_ids": trace, "max_tokens": LENGTH, "logprobs": 2}
-        body = {"request_id": uuid.uuid4().hex, "token_ids": PROMPT, "sampling_params": sampling, "stream": False}
-        async with aiohttp.ClientSession() as session:
-            sent = asyncio.create_task(session.post(f"{pair.a.base_url}/inference/v1/generate", json=body))
-            if moves:
-                (move,) = await migrate(pair.a, pair.b, request_ids=[await one_with(pair.a, 10)])
-                assert move.live, move
-            async with await sent as response:
-                assert response.status == 200, await response.text()
-                (choice,) = (await response.json())["choices"]
-                return dict(choice)
-
-    unmoved = await replayed(moves=False)
+    unmoved = await generated(pair, trace_decode_token_ids=trace)
     assert unmoved["token_ids"] == trace
-    assert await replayed(moves=True) == unmoved
+    assert await generated(pair, moves=True, trace_decode_token_ids=trace) == unmoved
+
+
+@pytest.mark.asyncio
+async def test_sampling_masks(pair: Pair) -> None:
+    """What each token was drawn from, whichever engine has drawn it: the best twenty, and those as good as these."""
+    unmoved = await generated(pair, seed=7, ignore_eos=True)
+    assert len(unmoved["sampling_mask"]) == LENGTH
+    for token, mask in zip(unmoved["token_ids"], unmoved["sampling_mask"], strict=True):
+        assert token in mask
+        assert len(mask) >= TOP_K
+    assert await generated(pair, moves=True, seed=7, ignore_eos=True) == unmoved
+
+
+async def generated(pair: Pair, *, moves: bool = False, **sampling: Any) -> dict[str, Any]:
+    """The one answer to a request, which leaves the first engine in the middle if it `moves`."""
+    sampling = {"temperature": 1.0, "top_k": TOP_K, "max_tokens": LENGTH, "logprobs": 2, **sampling}
+    body = {"request_id": uuid.uuid4().hex, "token_ids": PROMPT, "sampling_params": sampling, "stream": False}
+    async with aiohttp.ClientSession() as session:
+        sent = asyncio.create_task(session.post(f"{pair.a.base_url}/inference/v1/generate", json=body))
+        if moves:
+            (move,) = await migrate(pair.a, pair.b, request_ids=[await one_with(pair.a, 10)])
+            assert move.live, move
+        async with await sent as response:
+            assert response.status == 200, await response.text()
+            (choice,) = (await response.json())["choices"]
     for server in pair:
         await wait_idle(server)
+    return dict(choice)
 
 
 async def one_with(server: Server, num_tokens: int, timeout_s: float = 60.0) -> str:

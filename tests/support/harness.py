@@ -111,6 +111,8 @@ class ServerSpec:
     """"v2": vLLM's V2 model runner with asynchronous scheduling, as on a GPU, with Triton's interpreter in the GPU's
     place (`tests/support/v2_on_cpu`); "": what vLLM chooses here.
     """
+    warm_up: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Parameters of the first prompt, for a server that does not take any."""
     gpu: bool = False
     """It has one, and nothing that engines on a CPU are given for its sake."""
     eager: bool = True
@@ -339,7 +341,7 @@ class Server(Command):
             time.sleep(0.25)
         if self.spec.llumlet:
             self.llumlet = self._find_llumlet()
-        self.generate(list(range(100, 100 + WARM_UP_TOKENS)), max_tokens=4)
+        self.generate(list(range(100, 100 + WARM_UP_TOKENS)), max_tokens=4, **self.spec.warm_up)
         return self
 
     def generate(self, prompt: str | list[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:

@@ -163,6 +163,12 @@ MOVED = (
         v1=Evidence.OTHER,
     ),
     Moved(
+        "sampling masks in the output (--return-sampling-mask)",
+        Exactness.BIT_EXACT,
+        "each token brings along what it was drawn from",
+        v1=Evidence.OTHER,
+    ),
+    Moved(
         "images and the like",
         Exactness.BIT_EXACT,
         "what the processor made of them is carried; it is looked at again where a prompt is computed again",
@@ -279,12 +285,7 @@ REFUSED_ENGINES = (
     RefusedEngine(
         "routed experts in the output",
         lambda engine: engine.vllm_config.aux_output_config.enable_return_routed_experts,
-        "the relay does not carry them to the API server",
-    ),
-    RefusedEngine(
-        "sampling masks in the output",
-        lambda engine: engine.vllm_config.model_config.return_sampling_mask,
-        "the relay does not carry them to the API server",
+        "an answer's end has those of all its tokens, and each engine knows those that it has computed",
     ),
 )
 """Engines none of whose requests can go on elsewhere."""

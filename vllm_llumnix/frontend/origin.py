@@ -83,10 +83,13 @@ class OriginShell:
         self.peers = Peers(settings.peers, settings.cms, settings.own_ids, self.credentials, settings.reaches)
         self.relay: RelaySocket | None = None
         self.watch: asyncio.Task[None] | None = None
-        vocab_size = vllm_config.model_config.get_vocab_size()
+        model = vllm_config.model_config
+        vocab_size, has_masks = model.get_vocab_size(), model.return_sampling_mask
         self.core = Origin(
             Surroundings(
-                check=lambda token, stream: check(token, vocab_size=vocab_size, wants_logprobs=stream.wants_logprobs),
+                check=lambda token, stream: check(
+                    token, vocab_size=vocab_size, wants_logprobs=stream.wants_logprobs, has_masks=has_masks
+                ),
                 complain=self.complaints.note,
                 read_steps=step_record.read,
                 peers=lambda: self.peers.addresses,

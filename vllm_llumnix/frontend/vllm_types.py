@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutputs
 class ModelConfig(Protocol):
     served_model_name: str
     """The first of them."""
+    return_sampling_mask: bool
 
     def get_vocab_size(self) -> int: ...
 

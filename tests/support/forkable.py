@@ -13,11 +13,6 @@ made by a process that ends at once, so that the kernel gives it to the nearest 
 length of the request, the process that asked. The tree of processes is that of a cold start, plus the seeds.
 
 Only the main thread runs in a process that is forked here, and nothing has been computed in it.
-
-One thing of vLLM's is changed. An engine and its worker wait for each other's messages by calling `sched_yield` without
-a pause, each with a core of its own in mind. Where all engines share two cores, it costs the others most of them, and
-Linux 6.18 then leaves other runnable threads, this run's own, waiting for up to ten seconds. Here they sleep between
-two looks.
 """
 
 from __future__ import annotations
@@ -66,8 +61,6 @@ IMPORTED = (
 HIGH = 500
 """Descriptors of our own from here on: below, a child gets some under the numbers that its parent names."""
 MAX_FDS = 64
-LOOKS_EVERY_S = 20e-6
-"""For a message in shared memory; the kernel's timer adds some 60 us."""
 
 
 class Become(BaseException):
@@ -284,18 +277,11 @@ def _import() -> None:
     for name in IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # in another version of vLLM
             importlib.import_module(name)
-    _look_with_pauses()
     tasks = os.listdir("/proc/self/task")
     assert len(tasks) == 1, f"importing has started {len(tasks) - 1} threads: they would be missing in forks"
     assert "vllm_llumnix.faults" not in sys.modules, "it reads a variable that each server has for itself"
     gc.collect()
     gc.freeze()
-
-
-def _look_with_pauses() -> None:
-    shm_broadcast = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
-    assert callable(shm_broadcast.sched_yield)
-    shm_broadcast.sched_yield = lambda: time.sleep(LOOKS_EVERY_S)
 
 
 def main(channel: socket.socket) -> Callable[[], object]:

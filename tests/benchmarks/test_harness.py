@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import signal
 import sys
 import textwrap
@@ -106,6 +107,16 @@ def test_a_port_is_not_given_again_before_its_server_listens(monkeypatch: pytest
     monkeypatch.setattr(ports_module, "_given", deque(maxlen=1000))
     given = [free_port() for _ in range(150)]
     assert len(set(given)) == len(given)
+
+
+def test_who_seeds_alike_gets_other_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hypothesis does before each test, in all processes that share the tests."""
+    found = []
+    for _ in range(2):
+        monkeypatch.setattr(ports_module, "_given", deque(maxlen=1000))
+        random.seed(0)
+        found.append(free_ports(3))
+    assert found[0] != found[1]
 
 
 def test_ports_are_distinct_and_not_those_that_the_system_gives_away() -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
@@ -126,6 +127,31 @@ async def refusal(building: Any) -> Reason:
     with pytest.raises(Refused) as refused:
         await building
     return refused.value.reason
+
+
+@pytest.mark.parametrize(
+    ("more", "known"),
+    [
+        ({"of_a_later_release": 1}, False),
+        ({"structured_outputs": {"regex": REGEX, "of_a_later_release": [1]}}, False),
+        ({"structured_outputs": {"regex": REGEX, "of_a_later_release": None}}, True),
+        ({"structured_outputs": 7}, None),
+        ({}, True),
+    ],
+)
+async def test_parameters_of_another_release(engine: Any, more: dict[str, Any], known: bool | None) -> None:
+    """msgspec passes over them: the request would go on without. Grammars name all that they have, whatever it is."""
+    door = Door(engine)
+    state = state_of("r", regex=REGEX)
+    told = msgspec.msgpack.decode(state.sampling_params) | more
+    state = msgspec.structs.replace(state, sampling_params=msgspec.Raw(msgspec.msgpack.encode(told)))
+    state, residence = await door.builder.read(encode(state))
+    building = door.builder.build(state, residence, "A", patience_s=AT_ONCE)
+    if known:
+        assert (await building).sampling_params.structured_outputs.regex == REGEX
+    else:
+        refused = Reason.INVALID_REQUEST if known is None else Reason.INCOMPATIBLE_ENGINE
+        assert await refusal(building) == refused
 
 
 async def test_others_pass_grammars_that_are_being_compiled(engine: Any) -> None:

@@ -86,7 +86,7 @@ def test_what_cannot_be_cut() -> None:
     for index, count in [(2, 2), (-1, 2), (0, 0), (0, 3), (0, 8)]:
         with pytest.raises(ValueError, match="of pages with 4 heads"):
             whole.blocks.cut(Cut(index, count))
-    unknown = msgspec.structs.replace(whole.blocks, heads=0)
+    unknown = msgspec.structs.replace(whole.blocks, heads=0, tokens=0)
     assert unknown.cut(None) is unknown
     with pytest.raises(ValueError, match="with 0 heads"):
         unknown.cut(Cut(0, 2))
@@ -106,7 +106,7 @@ def test_what_cannot_be_cut() -> None:
 )
 def test_whose_heads_are_not_cut_alike(heads: list[int], number: int) -> None:
     def layout(heads: int) -> BlockLayout:
-        return msgspec.structs.replace(Memory(shapes=[(1, 36 * 4)], tokens=1).blocks, heads=heads, tokens=1)
+        return msgspec.structs.replace(Memory(shapes=[(1, 36 * 4)]).blocks, heads=heads, tokens=min(heads, 1))
 
     nonce = NoncePage()
     peers = [msgspec.structs.replace(describe(Memory(), nonce), layout=layout(2)) for _ in range(number)]
@@ -128,6 +128,15 @@ def engine(memories: Sequence[Memory], directory: Path) -> Iterator[Movers]:
         movers = Movers(infos, ("local", "tcp"))
         stack.callback(movers.close)
         yield movers
+
+
+def test_pages_of_so_many_tokens_are_not_cut() -> None:
+    """A peer may say what it likes: a piece for each of a million tokens would keep our mover busy."""
+    (whole,) = workers(1, "LBNHC")
+    pages = Memory("LBNHC", [(1, 1 << 22)], num_blocks=1, heads=NUM_HEADS // 2, tokens=1 << 20).blocks
+    peers = [msgspec.structs.replace(describe(Memory(), NoncePage()), layout=pages) for _ in range(2)]
+    with pytest.raises(Refused, match="2 workers at the source, 1 here"):
+        routes([whole.blocks], peers)
 
 
 @pytest.mark.asyncio

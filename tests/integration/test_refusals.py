@@ -324,11 +324,6 @@ def strange(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFac
     "reserving",
     "incompatible_engine: goes on at the source",
 )
-@failure(
-    "the destination has another model",
-    "reserving",
-    "incompatible_engine: goes on at the source",
-)
 async def test_another_model(engines: Engines, conserved: object, strange: Strange) -> None:
     move = await stays_and_goes_on(engines.a, strange.weights)
     assert (move.reason, move.detail) == ("incompatible_engine", "weights differ; parameters differ")

@@ -82,6 +82,15 @@ def split(table: torch.Tensor, norm: float, num_ranks: int) -> int:
     return sum(common_fingerprint(part, rank) for rank, part in enumerate(parts)) % 2**32
 
 
+def test_an_embedding_that_cannot_be_read_is_no_reason_not_to_start() -> None:
+    table = torch.arange(64.0).reshape(8, 8)
+    packed, absent = (torch.nn.ModuleDict({"embed_tokens": VocabParallelEmbedding(table, 0, 1)}) for _ in range(2))
+    del packed["embed_tokens"].weight
+    absent.to("meta")
+    assert common_fingerprint(packed, 0) == 0
+    assert common_fingerprint(absent, 0) == common_fingerprint(absent, 1) != 0
+
+
 def test_however_many_ranks() -> None:
     table = torch.arange(1001 * 8, dtype=torch.float32).reshape(1001, 8)
     alone = split(table, 1.0, 1)

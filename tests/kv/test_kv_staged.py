@@ -27,12 +27,11 @@ from vllm_llumnix.kv import block_server, block_stage
 from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.layout import Cut
+from vllm_llumnix.kv.layout import Cut, Cuts
 from vllm_llumnix.kv.messages import DEPTH, MoverInfo, SealKind, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.seal import Gmac, Multilinear, Sealer, new_key, sealer
 from vllm_llumnix.kv.settings import MooncakeSettings, NixlSettings, WorkerSettings
 from vllm_llumnix.kv.transport import staged
-from vllm_llumnix.kv.transport.base import Cuts
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 
@@ -102,13 +101,13 @@ def test_the_second_of_two_heads(gpu: bool, over: Over, closing: list[Any]) -> N
     reader.transport.probe(source.peer, Cuts(Cut(1, 2), Cut(0, 1)))
     with pytest.raises(TransportUnavailable, match="pages differ"):
         reader.transport.probe(source.peer)
-    pull = pull_of(source.peer, [5, 6], [9, 1], CAPABILITY, source_cut=Cut(1, 2), destination_cut=Cut(0, 1))
+    pull = pull_of(source.peer, [5, 6], [9, 1], CAPABILITY, cuts=Cuts(Cut(1, 2), Cut(0, 1)))
     assert sum(reader.transport.pull(pull, CHUNK)) == 2 * here.blocks.bytes_per_block
     for from_block, to_block in ((5, 9), (6, 1)):
         for theirs, ours in zip(there.block(from_block), here.block(to_block), strict=True):
             rows = np.frombuffer(theirs, np.uint8).reshape(16, 2, 128)
             assert np.array_equal(rows[:, 1], np.frombuffer(ours, np.uint8).reshape(16, 128))
-    odd = pull_of(source.peer, [5], [9], CAPABILITY, source_cut=Cut(1, 3), destination_cut=Cut(0, 1))
+    odd = pull_of(source.peer, [5], [9], CAPABILITY, cuts=Cuts(Cut(1, 3), Cut(0, 1)))
     with pytest.raises(ValueError, match="part 1 of 3"):
         list(reader.transport.pull(odd, CHUNK))
 

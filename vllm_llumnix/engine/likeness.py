@@ -36,7 +36,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     def of(cls, tokens: Mapping[str, object], cache: Mapping[str, object], accepted: Iterable[str] = ()) -> EngineFacts:
         """accepted: which of ACCEPTABLE may differ. Two engines must accept the same."""
         accepted = sorted(accepted)
-        left_out = {*accepted, PARAMETERS} if accepted else {}
+        left_out = {*accepted, PARAMETERS} if accepted else set()
         kept = {name: str(value) for name, value in tokens.items() if name not in left_out}
         return cls({**kept, "accept": ",".join(accepted)}, {name: str(value) for name, value in cache.items()})
 

@@ -20,10 +20,9 @@ from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.layout import BlockLayout, Cut
+from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cut, Cuts
 from vllm_llumnix.kv.messages import BlockCopy, MoverInfo, PeerMemory, Pull
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
-from vllm_llumnix.kv.transport.base import WHOLE, Cuts
 from vllm_llumnix.reach import Reach
 
 logger = logging.getLogger("vllm.llumnix")
@@ -95,13 +94,15 @@ def routes(ours: Sequence[BlockLayout], theirs: Sequence[PeerMemory]) -> list[li
     """Whence each of our workers reads: rank r from rank r where there are as many; else each has a part of the KV
     heads, in the order of ranks, and reads from all that have any of its own.
 
-    Raises Refused(incompatible_engine) where that is not so, or heads cannot be told apart.
+    Raises Refused(incompatible_engine) where that is not so, or heads cannot be told apart. What passes has pages of as
+    many tokens as ours, so that cutting them is no more work for us than cutting ours.
     """
     if len(ours) == len(theirs):
         return [[Route(memory)] for memory in theirs]
-    num_heads = {it.heads * len(ours) for it in ours} | {it.layout.heads * len(theirs) for it in theirs}
+    shapes = {(it.heads * len(ours), it.tokens) for it in ours}
+    shapes |= {(it.layout.heads * len(theirs), it.layout.tokens) for it in theirs}
     fewer, more = sorted((len(ours), len(theirs)))
-    if len(num_heads) != 1 or 0 in num_heads or fewer == 0 or more % fewer:
+    if len(shapes) != 1 or (0, 0) in shapes or fewer == 0 or more % fewer:
         detail = f"{len(theirs)} workers at the source, {len(ours)} here, and their heads are not cut alike"
         raise Refused(Reason.INCOMPATIBLE_ENGINE, detail)
     each = more // fewer
@@ -217,8 +218,7 @@ class Movers:
         return Pull(
             **msgspec.structs.asdict(copy),
             peer=route.memory,
-            source_cut=route.cuts.source,
-            destination_cut=route.cuts.destination,
+            cuts=route.cuts,
             capability=capability,
             limit=self._limit_here if here else self._limit,
             link="here" if here else "remote",

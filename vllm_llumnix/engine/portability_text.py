@@ -125,8 +125,9 @@ engine share the KV heads out evenly; latents, states and replicated heads stay 
 back; `test_cuts` |
 | pipeline and context parallel sizes | refused, unless all have `--llumlet-accept parallel`; then with tokens alone | \
 by reading |
-| model, weights, data types, quantization, `--enable-lora`, speculation, the mode of log probabilities, watermark, \
-markers of reasoning, logits processors, V1 and V2 runner | refused, with what it is | `test_refusals`, `test_facts` |
+| model, weights, data types, quantization, `--enable-lora`, speculation, the mode of log probabilities, \
+sampling masks, watermark, markers of reasoning, logits processors, \
+V1 and V2 runner | refused, with what it is | `test_refusals`, `test_facts` |
 
 Engines of the kinds that want a flag round differently. A request that has moved may go on with other tokens than it
 would have had unmoved, as good ones; in float32 these small models' are the same. All engines must accept the same.

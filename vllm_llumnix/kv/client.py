@@ -20,8 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import messages
+from vllm_llumnix.kv.layout import WHOLE, Cuts
 from vllm_llumnix.kv.process import has_ended
-from vllm_llumnix.kv.transport.base import WHOLE, Cuts
 
 GRACE_S = 1.0
 """How long after a pull's own deadline its report may come."""
@@ -78,7 +78,7 @@ class MoverClient:
         self, peer: messages.PeerMemory, transport: str, cuts: Cuts = WHOLE, deadline_s: float = 5.0
     ) -> str | None:
         """Why `transport` does not reach `peer`, or its pages, cut so, are others than ours; None if it does."""
-        probe = messages.Probe(next(self._questions), peer, transport, cuts.source, cuts.destination)
+        probe = messages.Probe(next(self._questions), peer, transport, cuts)
         return (await self._call(probe, messages.ProbeReport, deadline_s)).obstacle
 
     async def grant(self, capability: bytes, blocks: list[int]) -> None:

@@ -30,11 +30,7 @@ def fingerprint(model: torch.nn.Module) -> str:
         if id(parameter) in scattered:
             continue
         digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
-        try:
-            digest = zlib.crc32(_sampled(parameter), digest)
-        except (RuntimeError, TypeError) as error:
-            # On the meta device, or of a type that this device cannot index: the others speak for the model.
-            logger.warning("the weights of %s are not part of the model's fingerprint: %s", name, error)
+        digest = zlib.crc32(_sampled_or_nothing(name, parameter), digest)
     return f"{digest:08x}"
 
 
@@ -48,20 +44,25 @@ def common_fingerprint(model: torch.nn.Module, rank_in_tensor_group: int) -> int
     for name, module in model.named_modules():
         kinds = {cls.__name__ for cls in type(module).__mro__}
         if "VocabParallelEmbedding" in kinds and "ParallelLMHead" not in kinds:
-            total += sum(zlib.crc32(f"{name} {row}".encode() + content) for row, content in _sampled_rows(module))
+            total += sum(zlib.crc32(described.encode() + content) for described, content in _sampled_rows(name, module))
     for name, parameter in model.named_parameters():
         if rank_in_tensor_group == 0 and parameter.ndim == 1 and "norm" in name:
             described = f"{name} {tuple(parameter.shape)} {parameter.dtype}"
-            total += zlib.crc32(described.encode() + _sampled(parameter))
+            total += zlib.crc32(described.encode() + _sampled_or_nothing(name, parameter))
     return total % 2**32
 
 
-def _sampled_rows(embedding: torch.nn.Module) -> Iterator[tuple[int, bytes]]:
-    """Evenly spaced rows of the vocabulary that this rank has: token id, and up to 4 KiB of its embedding."""
+def _sampled_rows(name: str, embedding: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
+    """Evenly spaced rows of the vocabulary that this rank has: which, and up to 4 KiB of each. None of one that is
+    packed in a way of its own."""
+    weight = getattr(embedding, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return
     begin, end = embedding.shard_indices.org_vocab_start_index, embedding.shard_indices.org_vocab_end_index
     for row in {index * embedding.org_vocab_size // SAMPLED_ROWS for index in range(SAMPLED_ROWS)}:
         if begin <= row < end:
-            yield row, _sampled(embedding.weight[row - begin])
+            described = f"{name} {row}"
+            yield described, _sampled_or_nothing(described, weight[row - begin])
 
 
 def _scattered_experts(model: torch.nn.Module) -> set[int]:
@@ -73,6 +74,15 @@ def _scattered_experts(model: torch.nn.Module) -> set[int]:
             if parallel.dp_size > 1 or parallel.enable_eplb:
                 scattered.update(map(id, module.parameters()))
     return scattered
+
+
+def _sampled_or_nothing(name: str, parameter: torch.Tensor) -> bytes:
+    """Nothing on the meta device, or of a type that this device cannot index: the others speak for the model."""
+    try:
+        return _sampled(parameter)
+    except (RuntimeError, TypeError) as error:
+        logger.warning("the weights of %s are not part of the model's fingerprint: %s", name, error)
+        return b""
 
 
 def _sampled(parameter: torch.Tensor) -> bytes:

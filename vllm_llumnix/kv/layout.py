@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -53,12 +53,22 @@ class Cut(msgspec.Struct, frozen=True):
     count: int
 
 
+class Cuts(NamedTuple):
+    """Which part of a source's pages goes to which part of the destination's, as large; None: whole pages."""
+
+    source: Cut | None = None
+    destination: Cut | None = None
+
+
+WHOLE: Final = Cuts()
+
+
 class BlockLayout(msgspec.Struct, frozen=True):
     """The KV memory of one worker: `num_blocks` blocks, `storage_bytes` bytes from `base` on.
 
-    `layout` is vLLM's name of the dimension order, such as LBHNC. `heads`, `tokens`: how many a page has; 0 where its
-    heads cannot be told apart. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would lie outside
-    the storage.
+    `layout` is vLLM's name of the dimension order, such as LBHNC. `heads`, `tokens`: how many a page has; both 0 where
+    its heads cannot be told apart. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would lie
+    outside the storage.
     """
 
     base: int
@@ -74,6 +84,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
             raise ValueError("negative base, size or number of blocks")
         if self.base + self.storage_bytes > ADDRESS_SPACE:
             raise ValueError("the storage does not fit the address space")
+        if min(self.heads, self.tokens) < 0 or bool(self.heads) is not bool(self.tokens):
+            raise ValueError(f"pages of {self.heads} heads and {self.tokens} tokens")
         for region in self.regions:
             if min(region.num_layers, region.page_bytes, region.element_bytes, self.num_blocks) < 1:
                 raise ValueError("a region without layers, blocks or bytes")
@@ -95,7 +107,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
         same pages if they are of as many heads. Raises ValueError."""
         if cut is None:
             return self
-        if not (0 <= cut.index < cut.count and self.heads and self.tokens and self.heads % cut.count == 0):
+        if not (0 <= cut.index < cut.count and self.heads and self.heads % cut.count == 0):
             raise ValueError(f"part {cut.index} of {cut.count} of pages with {self.heads} heads")
         regions = []
         for region in self.regions:

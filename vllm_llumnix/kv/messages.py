@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.layout import BlockLayout, Cut
+from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cut, Cuts
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 NONCE_BYTES = 32
@@ -142,13 +142,11 @@ class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
 class Pull(BlockCopy, frozen=True, kw_only=True, tag="pull"):
     """The part of one rank in a copy: from `peer`, which has granted the blocks under `capability`.
 
-    Pulls over the same `link` with the same `limit` share it. `source_cut`, `destination_cut`: which part of the pages
-    there goes to which part of the pages here, of as many heads; None: whole pages.
+    Pulls over the same `link` with the same `limit` share it.
     """
 
     peer: PeerMemory
-    source_cut: Cut | None = None
-    destination_cut: Cut | None = None
+    cuts: Cuts = WHOLE
     capability: bytes = b""
     limit: Limit = UNLIMITED
     link: str = ""
@@ -164,13 +162,12 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Does `transport` reach `peer`, and fit what is to be copied from it, as in `Pull`?"""
+    """Does `transport` reach `peer`, and do pages that are cut so fit ours?"""
 
     job: int
     peer: PeerMemory
     transport: str
-    source_cut: Cut | None = None
-    destination_cut: Cut | None = None
+    cuts: Cuts = WHOLE
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):

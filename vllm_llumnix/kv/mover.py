@@ -47,7 +47,7 @@ from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.pace import Pace, PacedPull
 from vllm_llumnix.kv.process import describe_thread, name_thread, yield_cores
 from vllm_llumnix.kv.settings import Limit
-from vllm_llumnix.kv.transport.base import Cuts, Transport
+from vllm_llumnix.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class Mover:
             return
         try:
             pace = self._pace(pull.link, pull.limit)
-            bytes_per_block = self.layout.cut(pull.destination_cut).bytes_per_block
+            bytes_per_block = self.layout.cut(pull.cuts.destination).bytes_per_block
         except ValueError as error:
             self._answer(key[0], messages.PullReport(pull.job, 0, 0.0, str(error)))
             return
@@ -408,7 +408,7 @@ class Mover:
 
 def _probe(probe: messages.Probe, transport: Transport) -> messages.ProbeReport:
     try:
-        transport.probe(probe.peer, Cuts(probe.source_cut, probe.destination_cut))
+        transport.probe(probe.peer, probe.cuts)
     except TransportError as error:
         return messages.ProbeReport(probe.job, str(error))
     return messages.ProbeReport(probe.job, None)

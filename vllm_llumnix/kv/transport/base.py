@@ -8,26 +8,16 @@ knows nothing of migrations. Only the process that owns the destination memory e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, Cut, require_same_pages
+from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cuts, require_same_pages
 from vllm_llumnix.kv.messages import PeerMemory, Pull
 
 STALL_SECONDS: Final = 5.0
 """How long nothing may come in the middle of a pull."""
 TURN_SECONDS: Final = 0.005
 """The longest that the mover waits for a peer, or for the GPU, before it listens to its engine again."""
-
-
-class Cuts(NamedTuple):
-    """Which part of a peer's pages goes to which part of ours; whole ones by default."""
-
-    source: Cut | None = None
-    destination: Cut | None = None
-
-
-WHOLE: Final = Cuts()
 
 
 def require_readable(ours: BlockLayout, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, Pieces, Words, pair_pieces
+from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cuts, Pieces, Words, pair_pieces
 from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of, yama_scope
-from vllm_llumnix.kv.transport.base import WHOLE, Cuts, require_readable
+from vllm_llumnix.kv.transport.base import require_readable
 
 IOV_MAX = 1024
 MAX_PEERS = 64
@@ -63,7 +63,7 @@ class LocalTransport:
         peer = pull.peer
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
-        source, destination = peer.layout.cut(pull.source_cut), self._layout.cut(pull.destination_cut)
+        source, destination = peer.layout.cut(pull.cuts.source), self._layout.cut(pull.cuts.destination)
         pieces = pair_pieces(source, pull.src_blocks, destination, pull.dst_blocks)
         identified = self.verify(peer)
         yield from read_pieces(peer.pid, pieces, chunk_bytes)

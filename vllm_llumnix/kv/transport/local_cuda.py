@@ -21,9 +21,9 @@ import torch
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.cuda_share import mapped, require_plausible
-from vllm_llumnix.kv.layout import BlockLayout, require_pairs, require_same_pages
+from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cuts, require_pairs, require_same_pages
 from vllm_llumnix.kv.messages import PeerMemory, Pull
-from vllm_llumnix.kv.transport.base import TURN_SECONDS, WHOLE, Cuts
+from vllm_llumnix.kv.transport.base import TURN_SECONDS
 from vllm_llumnix.kv.transport.local import LocalTransport
 
 BUFFER_BYTES: Final = 8 << 20
@@ -57,7 +57,7 @@ class LocalCudaTransport:
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
         peer, src_blocks, dst_blocks = pull.peer, pull.src_blocks, pull.dst_blocks
-        there, here = peer.layout.cut(pull.source_cut), self._layout.cut(pull.destination_cut)
+        there, here = peer.layout.cut(pull.cuts.source), self._layout.cut(pull.cuts.destination)
         require_same_pages(here, there)
         require_pairs(src_blocks, dst_blocks)
         for layout, blocks in ((there, src_blocks), (here, dst_blocks)):

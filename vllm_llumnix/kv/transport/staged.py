@@ -20,12 +20,12 @@ from typing import Final, Protocol
 import torch
 
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv.layout import require_pairs, require_same_pages
+from vllm_llumnix.kv.layout import WHOLE, Cuts, require_pairs, require_same_pages
 from vllm_llumnix.kv.memory import BlockMemory, Blocks
 from vllm_llumnix.kv.messages import DEPTH, NetworkName, PeerMemory, Pull, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.seal import new_key, sealer
 from vllm_llumnix.kv.staging import Slot, StagingArea
-from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS, WHOLE, Cuts
+from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_served, send
 from vllm_llumnix.kv.transport.obstacles import Obstacles
 
@@ -103,8 +103,8 @@ class StagedTransport:
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
         peer = pull.peer
-        blocks = self._blocks.cut(pull.destination_cut)
-        require_same_pages(blocks.layout, peer.layout.cut(pull.source_cut))
+        blocks = self._blocks.cut(pull.cuts.destination)
+        require_same_pages(blocks.layout, peer.layout.cut(pull.cuts.source))
         require_pairs(pull.src_blocks, pull.dst_blocks)
         require_served(peer)
         place, title = self.network.place_of(peer), self.network.title
@@ -286,7 +286,7 @@ class _Reading:
             final=self._pull.final,
             kind=self._transport._area.seal,
             network=self._transport.name,
-            cut=self._pull.source_cut,
+            cut=self._pull.cuts.source,
         )
 
     def _num_bytes(self, number: int) -> int:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv.layout import require_pairs, require_same_pages
+from vllm_llumnix.kv.layout import WHOLE, Cuts, require_pairs, require_same_pages
 from vllm_llumnix.kv.memory import BlockMemory, Transfer
 from vllm_llumnix.kv.messages import BlockRequest, PeerMemory, Pull, decode_block_answer
-from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS, WHOLE, Cuts
+from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_granted, require_served, send
 
 MAX_STREAMS: Final = 4
@@ -43,8 +43,8 @@ class TcpTransport:
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
         peer = pull.peer
         require_served(peer)
-        memory = self._memory.cut(pull.destination_cut)
-        require_same_pages(memory.layout, peer.layout.cut(pull.source_cut))
+        memory = self._memory.cut(pull.cuts.destination)
+        require_same_pages(memory.layout, peer.layout.cut(pull.cuts.source))
         require_pairs(pull.src_blocks, pull.dst_blocks)
         layers_outermost = memory.layers_outermost
         parts = list(_parts(len(pull.src_blocks), memory.layout.bytes_per_block))
@@ -55,7 +55,7 @@ class TcpTransport:
                 asked.append(self.connections.take(peer))
                 wanted = pull.src_blocks[part]
                 question = BlockRequest(
-                    peer.nonce, pull.capability, wanted, layers_outermost, pull.final, pull.source_cut
+                    peer.nonce, pull.capability, wanted, layers_outermost, pull.final, pull.cuts.source
                 )
                 send(asked[-1], question)
             # Nothing is written after the iterator has ended, however it ends.

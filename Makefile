@@ -20,13 +20,15 @@ MODEL ?=
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 PROGRAMS := redis-server chromium
 
-# Tests that start no engine, the simulation first as it takes longest. Most wait more than they compute, so that there
-# are more workers than cores.
-APART := tests/simulation tests/engine tests/frontend tests/fuzz tests/kv tests/llumlet tests/llumsched tests/protocol \
-  tests/scenarios tests/security tests/simulator $(wildcard tests/test_*.py)
-# The others, one after the other: each has all cores.
-ALONE := tests/benchmarks tests/exactness tests/integration tests/packaging tests/patching tests/runner_v2 tests/shells
-WORKERS := --numprocesses 3 --no-loadscope-reorder
+# Tests that start hardly an engine, the simulation first as it takes longest. Most wait more than they compute, so that
+# there are more workers than cores.
+LIGHT := tests/simulation tests/shells tests/benchmarks tests/engine tests/frontend tests/fuzz tests/kv tests/llumlet \
+  tests/llumsched tests/packaging tests/patching tests/protocol tests/scenarios tests/security tests/simulator \
+  $(wildcard tests/test_*.py)
+LIGHT_WORKERS := --numprocesses 3 --no-loadscope-reorder
+# The others, with up to nine engines at a time.
+HEAVY := tests/exactness tests/integration tests/runner_v2
+HEAVY_WORKERS := --numprocesses 2 --no-loadscope-reorder
 
 # A vLLM without a CPU build, and the tests that it decides about.
 NEXT := 0.33.0
@@ -39,7 +41,10 @@ demo: install ## two engines, one request moved between them mid-stream, a repor
 
 test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
 ifeq ($(strip $(ARGS)),)
-	@status=0; $(PY) -m pytest $(WORKERS) $(APART) || status=$$?; $(PY) -m pytest $(ALONE) || status=$$?; exit $$status
+	@status=0; \
+	$(PY) -m pytest $(LIGHT_WORKERS) $(LIGHT) || status=$$?; \
+	$(PY) -m pytest $(HEAVY_WORKERS) $(HEAVY) || status=$$?; \
+	exit $$status
 else
 	@$(PY) -m pytest $(ARGS)
 endif

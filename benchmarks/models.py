@@ -7,7 +7,8 @@
 Of each family: a greedy stream that is moved to the other engine and back while it decodes, against the same stream
 unmoved (`identical`), and how long a stream of `--length` tokens stands still when it moves, by its client's clock,
 over the gap between its tokens, as `benchmarks.downtime` measures it (target: at most 1.6). One JSON object for each;
-`live`: every move brought its KV cache along; `groups`: KV cache groups.
+`live`: every move brought its KV cache along; `groups`: KV cache groups. The models are as large as that benchmark's,
+whose steps take about as long as a GPU's; those of the tests (`--size tiny`) take a few milliseconds.
 `--runner v2` plays vLLM's V2 runner with asynchronous scheduling, by means of Triton's interpreter.
 """
 
@@ -36,6 +37,8 @@ from tests.support.progress import Say, saying
 from tests.support.report import add_json, print_json
 
 FAMILIES: Final = ("llama", *OTHER)
+LARGE: Final = "bench"
+SIZES: Final = ("tiny", LARGE)
 TARGET: Final = 1.6
 OUTPUT: Final = 160
 AT: Final = 30
@@ -49,6 +52,7 @@ class Found:
     """What one family showed."""
 
     family: str
+    size: str
     runner: Runner
     groups: int
     is_identical: bool
@@ -59,6 +63,7 @@ class Found:
         return {
             "bench": "models",
             "family": self.family,
+            "size": self.size,
             "runner": self.runner or "default",
             "live": measured.get("mode") == "live",
             "identical": self.is_identical,
@@ -73,9 +78,13 @@ class Found:
         }
 
 
-def spec_of(family: str, runner: Runner, length: int) -> ServerSpec:
-    model = build_llama(PRESETS["tiny"]) if family == "llama" else build(OTHER[family])
-    dtype = () if family == "llama" else ("--dtype", OTHER[family].dtype)
+def spec_of(family: str, size: str, runner: Runner, length: int) -> ServerSpec:
+    dtype: tuple[str, ...] = ()
+    if family == "llama":
+        model = build_llama(PRESETS[size])
+    else:
+        other = OTHER[family]
+        model, dtype = build(other.enlarged() if size == LARGE else other), ("--dtype", other.dtype)
     return ServerSpec(
         model,
         runner=runner,
@@ -109,13 +118,13 @@ def measure(family: str, options: argparse.Namespace, say: Say) -> Found:
     logs = options.logs / family if options.logs else None
     with Fleet(logs) as fleet:
         say(f"{family}: starting two engines")
-        spec = spec_of(family, options.runner, options.length)
+        spec = spec_of(family, options.size, options.runner, options.length)
         servers = fleet.start(*(dataclasses.replace(spec, name=name, instance_id=name) for name in ("a", "b")))
         say(f"{family}: there and back")
         identical = asyncio.run(is_identical(servers))
         say(f"{family}: {options.moves} moves of {options.length} tokens")
         asyncio.run(measure_cell(servers, cell, options.moves, lambda: None))
-        return Found(family, options.runner, groups_of(servers[0]), identical, cell)
+        return Found(family, options.size, options.runner, groups_of(servers[0]), identical, cell)
 
 
 def table_of(found: Sequence[Found]) -> Table:
@@ -150,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
     add("--length", type=int, default=4096, help="tokens of the streams whose stall is measured")
     add("--moves", type=int, default=12, help="moves of each family, the first not counted")
+    add("--size", choices=SIZES, default=LARGE, help="%(default)s if left out; tiny: those of the tests")
     add_runner(parser)
     add("--logs", type=Path, metavar="DIR")
     add_json(parser)

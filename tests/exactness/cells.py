@@ -2,7 +2,8 @@
 """The matrix of moves: what a request can ask for, how it is asked, and where it goes.
 
 `COVER` holds a small set of cells in which every two values of different axes that can meet do meet, as far as one
-engine configuration allows; `SAMPLING` says what each request kind sends.
+engine configuration allows, and `FEW` some of these that hold every value; `SAMPLING` says what each request kind
+sends.
 """
 
 from __future__ import annotations
@@ -113,31 +114,37 @@ def all_cells() -> list[tuple[Configuration, Cell]]:
     return [(where, cell) for where in CONFIGURATIONS for cell in product if where.allows(cell)]
 
 
-def covering(cells: list[tuple[Configuration, Cell]]) -> list[tuple[Configuration, Cell]]:
-    """Greedily chosen cells that hold every pair of values that `cells` hold; the configuration is one more axis.
+def covering(cells: list[tuple[Configuration, Cell]], *, at_once: int) -> list[tuple[Configuration, Cell]]:
+    """Greedily chosen cells that hold every value that `cells` hold (`at_once`: 1), or every pair of values (2); the
+    configuration is one more axis.
 
-    Which of equally good cells is taken depends on their order; 45 is the least that there can be (kinds x routes).
+    Which of equally good cells is taken depends on their order; of pairs, 45 is the least that there can be (kinds x
+    routes).
     """
     numbers: dict[Any, int] = {}
 
-    def pairs(where: Configuration, cell: Cell) -> int:
-        """A bit for each pair of values."""
+    def held(where: Configuration, cell: Cell) -> int:
+        """A bit for each value, or pair of values."""
         values = {**cell, "configuration": str(where)}.items()
-        return sum(1 << numbers.setdefault(pair, len(numbers)) for pair in itertools.combinations(values, 2))
+        return sum(1 << numbers.setdefault(one, len(numbers)) for one in itertools.combinations(values, at_once))
 
-    rows = [(where, cell, pairs(where, cell)) for where, cell in cells]
+    rows = [(where, cell, held(where, cell)) for where, cell in cells]
     random.Random(ORDER).shuffle(rows)
     missing = (1 << len(numbers)) - 1
     chosen: list[tuple[Configuration, Cell]] = []
     times: Counter[Configuration] = Counter()
     while missing:
         # Of cells that add equally much, one of the configuration with the fewest.
-        where, cell, held = max(rows, key=lambda row: ((row[2] & missing).bit_count(), -times[row[0]]))
+        where, cell, found = max(rows, key=lambda row: ((row[2] & missing).bit_count(), -times[row[0]]))
         chosen.append((where, cell))
         times[where] += 1
-        missing &= ~held
+        missing &= ~found
     return sorted(chosen, key=lambda row: CONFIGURATIONS.index(row[0]))
 
 
 def name(where: Configuration, cell: Cell) -> str:
     return "-".join([str(where), *cell.values()]).replace(" ", "_")
+
+
+COVER = covering(all_cells(), at_once=2)
+FEW = covering(COVER, at_once=1)

@@ -118,8 +118,15 @@ async def try_move(path: list[Server], model: str, **parameters: Any) -> tuple[S
         return await stream.result(), moves
 
 
-@pytest.mark.parametrize("before", ["present", "loadable"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("sampling", "before"),
+    [
+        ("greedy", "present"),
+        ("seeded", "loadable"),
+        pytest.param("greedy", "loadable", marks=pytest.mark.full),
+        pytest.param("seeded", "present", marks=pytest.mark.full),
+    ],
+)
 async def test_there_and_back(pair: Pair, sampling: str, before: str) -> None:
     """Beside a request without an adapter at either engine; the adapter is loaded at B, or known there."""
     a, b = pair

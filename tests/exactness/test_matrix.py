@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from llumlet.types import Reason, RequestInfo
-from tests.exactness.cells import SAMPLING, Cell, Configuration, all_cells, covering, name
+from tests.exactness.cells import COVER, FEW, SAMPLING, Cell, Configuration, all_cells, name
 from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
 from tests.support.harness import Server
@@ -42,17 +42,15 @@ JUST_ARRIVED = (Reason.HANDOVER_OPEN, Reason.NOT_STARTED)
 """Why a request cannot move on yet that has moved a moment ago: until its last move is over on either side."""
 MAX_VOID = 3
 
-COVER = covering(all_cells())
 NUM_MORE = 300
-"""Cells that only `make test-full` runs, drawn from the product."""
+"""Cells that only `make test-full` runs, drawn from the product, beside those of `COVER`."""
 _void: list[str] = []
 
 
 def _parameters() -> list[Any]:
     drawn = random.Random(0).sample(all_cells(), NUM_MORE)
-    more = [row for row in drawn if row not in COVER]
-    rows = [(row, ()) for row in COVER] + [(row, (pytest.mark.full,)) for row in more]
-    return [pytest.param(*row, marks=marks, id=name(*row)) for row, marks in rows]
+    rows = [*COVER, *(row for row in drawn if row not in COVER)]
+    return [pytest.param(*row, marks=() if row in FEW else pytest.mark.full, id=name(*row)) for row in rows]
 
 
 @pytest.mark.parametrize(("fleet_of", "cell"), _parameters(), indirect=["fleet_of"], scope="package")

@@ -25,7 +25,7 @@ from llumsched.up import reaper
 from llumsched.up.ports import free_ports
 from tests.integration.test_up import asked
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600), pytest.mark.full]
 
 READY_S = 300.0
 LEFT_S = 15.0

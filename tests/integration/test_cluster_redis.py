@@ -67,6 +67,7 @@ async def begun(client: Client) -> Stream:
     return stream
 
 
+@pytest.mark.full
 async def test_a_hot_engine_is_relieved(cluster: Cluster) -> None:
     """By the rescheduler, which nobody tells of these streams but the engines' own reports."""
     await cluster.control.knows(2)

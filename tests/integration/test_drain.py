@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio
 
 AT = 40
 """Tokens that have arrived when the end is asked for."""
-LENGTH = 700
+LENGTH = 450
 SAMPLINGS = ("greedy", "seeded", "logprobs", "greedy")
 
 

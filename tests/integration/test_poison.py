@@ -91,6 +91,7 @@ async def test_two_engines_die_of_it(servers: list[Server]) -> None:
             await asyncio.wait_for(poison.result(), ENDS_S)
 
 
+@pytest.mark.full
 async def test_two_v2_engines_die_of_their_own(v2_servers: list[Server]) -> None:
     stops = list(range(100, 100 + MAX_NUM_STOP_TOKEN_IDS + 1))
     await assert_two_die(v2_servers, V2_LENGTH, lambda client: begin(client, 3, min_tokens=5, stop_token_ids=stops))

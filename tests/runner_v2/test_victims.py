@@ -43,6 +43,7 @@ async def undisturbed(server: Server) -> dict[str, Stream]:
         return {sampling: await (await begin(client, sampling)).result() for sampling in SAMPLINGS}
 
 
+@pytest.mark.full
 async def test_a_worker_hangs_and_wakes_up(cast: Cast) -> None:
     """Its requests go on at the peer with their KV cache, one token computed; what it computed late is published
     nowhere."""

@@ -21,7 +21,6 @@ FORMAT = 1
 """Raised whenever the same model gives other files than before."""
 VOCABULARY = 1024
 POSITIONS = 8192
-HIDDEN = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +33,13 @@ class OtherModel:
     fields: dict[str, Any]
     gain: float = 2.4
     dtype: str = "float32"
+    hidden_size: int = 128
+    repeats: int = 1
+    """How often the four layers of `fields` come."""
+
+    def enlarged(self) -> OtherModel:
+        """For measurements: as wide and as deep as `tests.support.model`'s "bench", and a step takes about as long."""
+        return dataclasses.replace(self, hidden_size=512, repeats=4)
 
     @property
     def digest(self) -> str:
@@ -118,11 +124,14 @@ def _write(model: OtherModel, out: Path) -> None:
     import transformers
 
     tokenizer = write_tokenizer(out, VOCABULARY, POSITIONS)
+    fields = dict(model.fields)
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"] * model.repeats
     config = getattr(transformers, model.config)(
         vocab_size=VOCABULARY,
         max_position_embeddings=POSITIONS,
-        hidden_size=HIDDEN,
-        num_hidden_layers=4,
+        hidden_size=model.hidden_size,
+        num_hidden_layers=4 * model.repeats,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -131,11 +140,11 @@ def _write(model: OtherModel, out: Path) -> None:
         eos_token_id=tokenizer.token_to_id(EOS),
         pad_token_id=None,
         dtype=model.dtype,
-        **model.fields,
+        **fields,
     )
     network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    scale = HIDDEN**-0.5
+    scale = model.hidden_size**-0.5
     # Gemma multiplies what it looks up by the root of the hidden size.
     deviations = {
         network.get_input_embeddings().weight: scale if model.config.startswith("Gemma") else 1.0,

@@ -29,7 +29,11 @@ from tests.support import harness
 from tests.support.forkable import MESSAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
-LATE = frozenset({"TMPDIR", "VLLM_RPC_BASE_PATH", "VLLM_CPU_KVCACHE_SPACE", "LLUMNIX_FAULTS", "PYTEST_CURRENT_TEST"})
+LATE = frozenset({
+    "LLUMNIX_FAULTS", "PYTEST_CURRENT_TEST", "TMPDIR", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_SIM_MULTI_NUMA", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_RPC_BASE_PATH",
+    "VLLM_SERVER_DEV_MODE",
+})  # fmt: skip
 """Variables that nothing reads while it is imported: servers that differ in them alone have one parent."""
 READY_SECONDS = 120.0
 VLLM = harness.LAUNCHER[0]

@@ -253,6 +253,7 @@ async def test_several_api_servers(stage: Stage, expected: dict[str, Stream], as
     "not moving",
     "each API server replays its own streams on a peer; all of them end after their last stream",
 )
+@pytest.mark.full
 async def test_the_engine_of_several_api_servers_is_killed(stage: Stage, expected: dict[str, Stream]) -> None:
     """Streams of both outlive it, moved or not."""
     twin = stage.twin()

@@ -102,6 +102,7 @@ async def test_two_v2_engines_die_of_their_own(v2_servers: list[Server]) -> None
     "its grammar is being compiled; it is in no step",
     "two do, the second of it alone on trial; it ends with an error; who was in a step is tried and goes on",
 )
+@pytest.mark.full
 async def test_two_engines_die_of_its_grammar(grammar_servers: list[Server]) -> None:
     grammar = {"regex": "a+"}
     await assert_two_die(grammar_servers, LENGTH, lambda client: begin(client, 3, POISON, structured_outputs=grammar))

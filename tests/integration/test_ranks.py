@@ -127,6 +127,7 @@ async def test_data_parallel(model_dir: Path, log_dir: Path) -> None:
                 await idle(ranks)
 
 
+@pytest.mark.full
 async def test_the_scheduler_chooses_the_rank(model_dir: Path, log_dir: Path) -> None:
     """And vLLM's own balancer does not choose again: with three streams at one rank it would take the other for the
     next three. This scheduler takes them in turn."""

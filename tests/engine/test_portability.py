@@ -22,6 +22,7 @@ from tests.engine.rig import Rig, full, states, window
 from tests.exactness import test_lora, test_matrix, test_together
 from tests.integration import test_any_state, test_images, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
+from tests.runner_v2 import test_inputs as runner_v2_inputs
 from tests.runner_v2 import test_kinds as runner_v2_kinds
 from tests.runner_v2 import test_marks_and_traces, test_speculation_and_lora
 from tests.runner_v2 import test_states as runner_v2_states
@@ -353,6 +354,8 @@ SHOWN_ON_V2: dict[str, list[Shown]] = {
     "trace replay, to an engine with --enable-trace-replay": [test_marks_and_traces.test_a_trace],
     "watermarking, to an engine with the same configuration": [test_marks_and_traces.test_a_watermark],
     "sampling masks in the output (--return-sampling-mask)": [test_marks_and_traces.test_sampling_masks],
+    "images and the like": [runner_v2_inputs.test_there_and_back],
+    "prompt embeddings, among tokens or alone": [runner_v2_inputs.test_there_and_back],
     "a LoRA adapter, to an engine that has it": [test_speculation_and_lora.test_seeded_with_an_adapter],
     "n above 1": [runner_v2_kinds.test_children_move_to_different_engines],
     "a preempted request": [runner_v2_states.test_preempted],

@@ -172,9 +172,8 @@ MOVED = (
         "images and the like",
         Exactness.BIT_EXACT,
         "what the processor made of them is carried; it is looked at again where a prompt is computed again",
-        v2=Evidence.BY_READING,
     ),
-    Moved("prompt embeddings, among tokens or alone", Exactness.BIT_EXACT, "they are carried", v2=Evidence.BY_READING),
+    Moved("prompt embeddings, among tokens or alone", Exactness.BIT_EXACT, "they are carried"),
     Moved(
         f"custom logits processors, all with the mark `{MARK} = True`",
         Exactness.BIT_EXACT,

@@ -104,13 +104,13 @@ tokens in every table that keeps tokens.
 Measured (`tests/integration/test_hybrids.py`): prompts longer than four windows, there and back in the middle of a
 stream, with the tokens of an unmoved run, in bfloat16 as well; a corrupted key or state of each table changes them; a
 drain, and `kill -9` of the owner; an engine that hangs, from which windows are fetched, but no states: the step may be
-in the middle of one. Under the V2 runner and asynchronous scheduling (`tests/runner_v2/test_hybrids.py`): there and back,
-all four, with log probabilities.
+in the middle of one. Under the V2 runner and asynchronous scheduling (`tests/runner_v2/test_hybrids.py`): there and
+back, all four, with log probabilities.
 
-A stream of 4,096 tokens stands still for 1.3 to 1.4 gaps between its tokens (Gemma 3 1.37, gpt-oss 1.27, windows in every
-layer 1.40, Qwen3-Next 1.31, Llama 1.27) where a step takes 19 to 45 ms (16 layers, hidden size 512): `python -m
-benchmarks.models`. What is added is 7 to 12 ms whatever the model; of the tests' own models, with steps of 6 to 12 ms, that
-is 0.7 to 0.8 of a gap (`--size tiny`).
+A stream of 4,096 tokens stands still for 1.3 to 1.4 gaps between its tokens (Gemma 3 1.37, gpt-oss 1.27, windows in
+every layer 1.40, Qwen3-Next 1.31, Llama 1.27) where a step takes 19 to 45 ms (16 layers, hidden size 512): `python -m
+benchmarks.models`. What is added is 7 to 12 ms whatever the model; of the tests' own models, with steps of 6 to 12 ms,
+that is 0.7 to 0.8 of a gap (`--size tiny`).
 """
 
 _DIFFERENT = """

@@ -8,15 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.exactness.test_matrix import held_by, outcome
 from tests.integration.test_images import Begin, feel, look, mixed
-from tests.support.client import Client
-from tests.support.conservation import wait_idle
+from tests.runner_v2.there_and_back import LENGTH, assert_as_unmoved
 from tests.support.harness import Fleet, Server, ServerSpec
-from tests.support.moves import migrate
 from tests.support.vision_models import VISION, build
 
-LENGTH = 64
 FLAGS = ("--dtype", "float32", "--enable-prompt-embeds")
 
 
@@ -41,19 +37,5 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     ],
 )
 async def test_there_and_back(pair: list[Server], begin: Begin, arguments: tuple[int, ...]) -> None:
-    a, b = pair
     shown = {"logprobs": 2} if begin is feel else {"logprobs": True, "top_logprobs": 2}
-    async with Client(a.base_url) as client:
-        unmoved, again = [await (await begin(client, *arguments, length=LENGTH, **shown)).result() for _ in range(2)]
-        assert outcome(unmoved) == outcome(again), "void: two unmoved runs differ"
-        stream = await begin(client, *arguments, length=LENGTH, **shown)
-        moves = []
-        for count, source, destination in ((12, a, b), (30, b, a)):
-            held = await held_by(source, stream, count)
-            moves += await migrate(source, destination, request_ids=[held.request_id])
-        moved = await stream.result()
-    assert [(it.phase, it.mode, it.recomputed_tokens) for it in moves] == [("moved", "live", 0)] * 2, moves
-    assert outcome(moved) == outcome(unmoved)
-    assert len(set(moved.token_ids)) > LENGTH / 3, "a loop: too little depends on what came before"
-    for server in pair:
-        await wait_idle(server)
+    await assert_as_unmoved(pair, lambda client: begin(client, *arguments, length=LENGTH, **shown))

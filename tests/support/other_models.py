@@ -38,7 +38,7 @@ class OtherModel:
     """How often the four layers of `fields` come."""
 
     def enlarged(self) -> OtherModel:
-        """For measurements: as wide and as deep as `tests.support.model`'s "bench", and a step takes about as long."""
+        """For measurements: as wide and as deep as `tests.support.model`'s "bench"."""
         return dataclasses.replace(self, hidden_size=512, repeats=4)
 
     @property

@@ -34,7 +34,8 @@ LATE = frozenset({
     "VLLM_CPU_SIM_MULTI_NUMA", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_RPC_BASE_PATH",
     "VLLM_SERVER_DEV_MODE",
 })  # fmt: skip
-"""Variables that nothing reads while it is imported: servers that differ in them alone have one parent."""
+"""Variables that nothing reads while it is imported (the last one, for how errors are logged alone): servers that
+differ in no others have one parent."""
 READY_SECONDS = 120.0
 VLLM = harness.LAUNCHER[0]
 

@@ -171,18 +171,25 @@ class Backends:
             self._asked = asyncio.create_task(self._refresh())
         await asyncio.shield(self._asked)
 
+    async def ask_again(self) -> None:
+        """Asks those that did not answer: an engine is known before its API server listens."""
+        await self._ask_all([backend for backend in self if backend.is_down])
+
     async def close(self) -> None:
         await cancel(*self._dying.values(), *([self._asked] if self._asked is not None else []))
 
     async def _refresh(self) -> None:
+        await self._ask_all(list(self))
+        self.refreshed_s = time.monotonic()
+
+    async def _ask_all(self, backends: Collection[Backend]) -> None:
         places = asyncio.Semaphore(_ASKED_AT_ONCE)
 
         async def ask(backend: Backend) -> None:
             async with places:
                 await self._ask(backend)
 
-        await asyncio.gather(*map(ask, list(self._all.values())))
-        self.refreshed_s = time.monotonic()
+        await asyncio.gather(*map(ask, backends))
 
     async def cards(self, authorization: str) -> dict[str, dict[str, Any]]:
         """The model cards of all instances, each model once, as the first that serves it describes it. Instances that

@@ -51,6 +51,8 @@ _ATTAINMENT_S = 1.0
 """Least time between two times that schedulers are told how objectives are met."""
 _ATTAINMENT_AGAIN_S = 10.0
 """Time after which they are told the same again: one may have come since."""
+_AGAIN_S = 1.0
+"""Time between two times that those are asked which did not answer. They get nothing meanwhile, from no gateway."""
 _LOOK_S = 0.25
 """Time between two looks at which instances are avoided."""
 
@@ -172,7 +174,10 @@ class Gateway:
         while True:
             await self.placement.learn()
             await self.backends.refresh()
-            await asyncio.sleep(self.config.models_refresh_s * random.uniform(0.8, 1.2))
+            due_s = time.monotonic() + self.config.models_refresh_s * random.uniform(0.8, 1.2)
+            while (left_s := due_s - time.monotonic()) > 0:
+                await asyncio.sleep(min(left_s, _AGAIN_S))
+                await self.backends.ask_again()
 
     async def _keep_complaining(self) -> None:
         known: set[Backend] = set()

@@ -259,6 +259,7 @@ class Api:
                 "age_s": round(view.age_s, 3),
                 "warming": is_warming,
                 "lost": {instance_id: round(age_s, 3) for instance_id, age_s in view.lost.ages_s().items()},
+                "complaints": self._dispatcher.complaints.of(""),
                 "instances": instances,
             }
         )

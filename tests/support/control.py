@@ -77,7 +77,7 @@ class Control:
 
     async def knows(self, num_instances: int) -> None:
         """Until every scheduler that lives knows of just so many instances that take requests, each by a report later
-        than this call, and places them, and the gateway knows of their model."""
+        than this call, and places them, and the gateway knows of their model and complains of none."""
         asked_ms = time.time() * 1e3
         async with aiohttp.ClientSession() as session, asyncio.timeout(READY_SECONDS):
             while True:
@@ -87,9 +87,12 @@ class Control:
                 except aiohttp.ClientError:
                     views, models = [], []
                 reported_ms = [_reported_ms(view) for view in views]
-                are_known = all(len(each) == num_instances and min(each) > asked_ms for each in reported_ms)
-                are_warm = not any(view["warming"] for view in views)
-                if views and models and are_known and are_warm:
+                are_known = all(len(each) == num_instances and min(each.values()) > asked_ms for each in reported_ms)
+                are_used = not any(
+                    view["warming"] or view["complaints"].keys() & each.keys()
+                    for view, each in zip(views, reported_ms, strict=True)
+                )
+                if views and models and are_known and are_used:
                     return
                 await asyncio.sleep(0.2)
 
@@ -119,10 +122,14 @@ async def _num_placed(session: aiohttp.ClientSession, url: str) -> tuple[float, 
     return sum(sample.value for sample in samples if sample.name == "scheduler_scheduling_total"), url
 
 
-def _reported_ms(view: dict[str, Any]) -> list[int]:
+def _reported_ms(view: dict[str, Any]) -> dict[str, int]:
     """When each instance that takes requests said so last, by its clock."""
-    statuses = [instance["status"] for instance in view["instances"].values()]
-    return [int(status["timestamp_ms"]) for status in statuses if status and status["schedulable"]]
+    statuses = {instance_id: instance["status"] for instance_id, instance in view["instances"].items()}
+    return {
+        instance_id: int(status["timestamp_ms"])
+        for instance_id, status in statuses.items()
+        if status and status["schedulable"]
+    }
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:

@@ -119,9 +119,9 @@ class Scripted(Mock):
 
 
 @asynccontextmanager
-async def engine(mock: Mock) -> AsyncIterator[tuple[int, web.Server[web.BaseRequest], asyncio.Server]]:
+async def engine(mock: Mock, port: int = 0) -> AsyncIterator[tuple[int, web.Server[web.BaseRequest], asyncio.Server]]:
     server: web.Server[web.BaseRequest] = web.Server(mock.answer, handler_cancellation=True)
-    listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", port)
     try:
         yield listener.sockets[0].getsockname()[1], server, listener
     finally:

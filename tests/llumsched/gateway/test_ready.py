@@ -40,6 +40,20 @@ async def test_it_is_ready_while_one_instance_is_well() -> None:
         await _until_ready(it, "no instance of 2 is well")
 
 
+@pytest.mark.asyncio
+async def test_who_begins_to_listen_is_used_long_before_the_next_round() -> None:
+    """An engine is known to the scheduler before its API server listens. What one gateway cannot reach, all avoid."""
+    async with cluster(models_refresh_s=3600) as it:
+        await until(lambda: all(backend.models for backend in it.gateway.backends))
+        late, _ = it.gateway.backends
+        port = late.address.port
+        await it.lose(0)
+        await it.gateway.backends.refresh()
+        assert late in it.gateway.backends.avoided()
+        async with engine(it.engines, port):
+            await until(lambda: not it.gateway.backends.avoided())
+
+
 class _Saying:
     """A scheduler that says whether it is ready, and nothing else."""
 

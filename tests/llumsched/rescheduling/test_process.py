@@ -104,10 +104,10 @@ async def test_it_hears_what_caches_hold_and_weighs_it() -> None:
         client = await stack.enter_async_context(aiohttp.ClientSession())
         text = ""
         async with asyncio.timeout(60):
-            while "scheduler_prefix_index_blocks 12.0" not in text:
+            known = "scheduler_prefix_index_blocks 12.0", "scheduler_prefix_instances_in_sync 3.0"
+            while not all(one in text for one in known):
                 await asyncio.sleep(0.02)
                 text = await _metrics(client, aware.port)
-        assert "scheduler_prefix_instances_in_sync 3.0" in text
         await until(lambda: len(blind.store.view) == 3)
         assert [result.num_moves for result in blind.rescheduler.run_pass().results] == [0]
         assert [result.num_moves for result in aware.rescheduler.run_pass().results] == [1]

@@ -347,10 +347,12 @@ SHOWN: dict[str, list[Shown]] = {
 
 SHOWN_ON_V2: dict[str, list[Shown]] = {
     **{
-        kind: [it for it in shown if isinstance(it, tuple)]
-        for kind, shown in SHOWN.items()
-        if kind != "custom logits processors, all with the mark `llumnix_portable = True`" and "vllm_xargs" not in kind
+        kind: [it for it in shown if isinstance(it, tuple)] for kind, shown in SHOWN.items() if "processors" not in kind
     },
+    "custom logits processors, all with the mark `llumnix_portable = True`": [
+        runner_v2_inputs.test_a_custom_logits_processor
+    ],
+    "`vllm_xargs`, for such processors": [runner_v2_inputs.test_a_custom_logits_processor],
     "trace replay, to an engine with --enable-trace-replay": [test_marks_and_traces.test_a_trace],
     "watermarking, to an engine with the same configuration": [test_marks_and_traces.test_a_watermark],
     "sampling masks in the output (--return-sampling-mask)": [test_marks_and_traces.test_sampling_masks],

@@ -63,6 +63,13 @@ def saving(directory: Path) -> dict[str, Any]:
     return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def handing_over() -> dict[str, Any]:
+    """For `mp` alone: the connector puts the thread that it is made by on the last core, and all that runs the model in
+    its own process would share that."""
+    connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    return connector | {"kv_connector_module_path": "nixl_on_few_cores"}
+
+
 def several(*connectors: dict[str, Any]) -> dict[str, Any]:
     extra = {"connectors": connectors}
     return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -76,7 +83,8 @@ class Pair(NamedTuple):
 
 
 @contextlib.contextmanager
-def two(log_dir: Path, model: Path, connector: dict[str, Any], **env: str) -> Iterator[Pair]:
+def two(log_dir: Path, model: Path, connector: dict[str, Any], **fields: Any) -> Iterator[Pair]:
+    """`fields`: further ones of `ServerSpec`."""
     name, ports, llumlets = log_dir.name, (free_port(), free_port()), (free_port(), free_port())
     specs = []
     for one, port, llumlet, peer in zip("ab", ports, llumlets, llumlets[::-1], strict=True):
@@ -93,7 +101,8 @@ def two(log_dir: Path, model: Path, connector: dict[str, Any], **env: str) -> It
                 num_kv_blocks=80,
                 max_model_len=1024,
                 flags=(*flags, "--enable-prompt-tokens-details"),
-                env={"VLLM_SERVER_DEV_MODE": "1", **offload_on_cpu.ENVIRONMENT, **side_channel, **env},
+                env={"VLLM_SERVER_DEV_MODE": "1", **offload_on_cpu.ENVIRONMENT, **side_channel},
+                **fields,
             )
         )
     with Fleet(log_dir) as fleet:
@@ -111,9 +120,7 @@ def offloads(log_dir: Path, model_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def nixl(log_dir: Path, model_dir: Path) -> Iterator[Pair]:
-    connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-    connector["kv_connector_module_path"] = "nixl_on_few_cores"
-    with two(log_dir / "nixl", model_dir, connector) as pair:
+    with two(log_dir / "nixl", model_dir, handing_over(), executor="mp") as pair:
         yield pair
 
 

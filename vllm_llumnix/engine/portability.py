@@ -178,13 +178,11 @@ MOVED = (
         f"custom logits processors, all with the mark `{MARK} = True`",
         Exactness.BIT_EXACT,
         "the destination has the same ones, and gives them the tokens so far",
-        v2=Evidence.BY_READING,
     ),
     Moved(
         "`vllm_xargs`, for such processors",
         Exactness.BIT_EXACT,
         "carried with the other parameters",
-        v2=Evidence.BY_READING,
     ),
     Moved(
         "a prefix-cache hit at the destination",

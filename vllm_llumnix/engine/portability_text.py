@@ -153,7 +153,8 @@ what it was told of its prompt (`do_remote_prefill`) no more. Who was prefilled 
 
 Measured (`tests/integration/test_connectors.py`), in float32 with the tokens of an unmoved run: offloading, by a worker
 that copies with the CPU in the GPU's place, and saving, as a `MultiConnector`; NIXL, by which two engines prefill for
-each other while what they decode moves. vLLM's KV events of both engines name no block that is not there.
+each other while what they decode moves. vLLM's KV events of both engines name no block that is not there. Offloading
+and NIXL there and back under the V2 runner and asynchronous scheduling as well (`tests/runner_v2/test_connectors.py`).
 """
 
 _UNREADABLE = f"""\

@@ -103,10 +103,12 @@ def no_process_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_starts(no_process_left_behind: None) -> Iterator[None]:
-    """Servers are forked from processes that have imported vLLM."""
+    """Servers are forked from processes that have imported vLLM, and their models run in the engine's process: as on a
+    GPU, and with a third less to compute. Tests that need a worker's own process, or several, say so."""
     parents = warm.Parents()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "start_server", parents.start)
+        patch.setattr(harness, "usual_executor", "uni")
         yield
     parents.close()
 

@@ -14,9 +14,8 @@ import json
 import os
 import signal
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -71,6 +70,7 @@ class Pair:
             f"{name}-small",
             *("--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "600", "--max-num-seqs", "2"),
             env={"LLUMNIX_FAULTS": json.dumps([*self.faults, hangs])},
+            executor="mp",
         )
         self.roomy, self._small = fleet.start(
             self._spec(f"{name}-roomy", "--llumlet-port", str(port)), self._small_spec
@@ -89,14 +89,14 @@ class Pair:
             (self._small,) = self._fleet.start(self._small_spec)
         return self._small
 
-    def _spec(self, name: str, *flags: str, env: Mapping[str, str] = MappingProxyType({})) -> ServerSpec:
+    def _spec(self, name: str, *flags: str, **fields: Any) -> ServerSpec:
         return ServerSpec(
             build(self.model),
             name=name,
             instance_id=name,
             max_model_len=4096,
             flags=("--dtype", self.model.dtype, *flags),
-            env=dict(env),
+            **fields,
         )
 
 

@@ -154,7 +154,7 @@ class Cast:
 
     def _spec(self, name: str, *flags: str, env: dict[str, str] | None = None) -> ServerSpec:
         flags = ("--dtype", "float32", *flags)
-        return ServerSpec(self._model, name=name, instance_id=name, flags=flags, env=env or {})
+        return ServerSpec(self._model, name=name, instance_id=name, flags=flags, env=env or {}, executor="mp")
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def three(model: Path, **fields: Any) -> list[ServerSpec]:
     for name, port in ports.items():
         peers = ",".join(f"127.0.0.1:{other}" for other in ports.values() if other != port)
         flags = ("--dtype", "float32", "--llumlet-port", str(port), "--llumlet-peers", peers)
-        specs.append(ServerSpec(model, name=name, instance_id=name, flags=flags, **fields))
+        specs.append(ServerSpec(model, name=name, instance_id=name, flags=flags, executor="mp", **fields))
     return specs
 
 

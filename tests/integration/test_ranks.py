@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import time
@@ -51,10 +52,10 @@ async def test_several_workers(engines: Engines, model_dir: Path, log_dir: Path,
             # Eager, vLLM's CPU worker has no buffers for what a stage passes on: they come with the compiler's warm-up.
             parallel += ["--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}']
             env = {"TORCH_COMPILE_DISABLE": "0"}
-        spec = ServerSpec(model_dir, name="one", instance_id="one", flags=tuple(parallel), env=env)
+        spec = ServerSpec(model_dir, name="one", instance_id="one", flags=tuple(parallel), env=env, executor="mp")
         # The destination chooses: there over tcp, back by reading the other workers' memory.
-        tcp = ServerSpec(
-            model_dir, name="other", instance_id="other", flags=(*parallel, "--llumlet-transport", "tcp"), env=env
+        tcp = dataclasses.replace(
+            spec, name="other", instance_id="other", flags=(*parallel, "--llumlet-transport", "tcp")
         )
         one, other = fleet.start(spec, tcp)
         async with Client(one.base_url) as client:
@@ -81,7 +82,13 @@ async def test_of_two_workers_and_of_one(engines: Engines, model_dir: Path, log_
         one, two = fleet.start(
             # The destination chooses.
             ServerSpec(model_dir, name="one", instance_id="one", flags=(*flags, "--llumlet-transport", "tcp")),
-            ServerSpec(model_dir, name="two", instance_id="two", flags=(*flags, "--tensor-parallel-size", "2")),
+            ServerSpec(
+                model_dir,
+                name="two",
+                instance_id="two",
+                flags=(*flags, "--tensor-parallel-size", "2"),
+                executor="mp",
+            ),
         )
         async with Client(two.base_url) as client:
             expected = await (await begin(client)).result()

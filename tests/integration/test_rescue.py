@@ -80,6 +80,7 @@ def pair(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactor
                 instance_id="victim",
                 flags=(*FLOAT32, "--llumlet-peers", f"127.0.0.1:{port}"),
                 env={"LLUMNIX_FAULTS": json.dumps(faults)},
+                executor="mp",
             ),
         ]
         haven, victim = fleet.start(*specs)

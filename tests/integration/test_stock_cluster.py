@@ -28,8 +28,8 @@ LOADS = ("instance_lrs_total_requests", "instance_lrs_total_tokens")
 
 @pytest.fixture(scope="module")
 def stock(model_dir: Path, log_dir: Path) -> Iterator[list[Server]]:
-    """Two; the second may be killed."""
-    spec = ServerSpec(model_dir, llumlet=False, max_model_len=4096, flags=("--dtype", "float32"))
+    """Two; the second may be killed. Where a model runs, torch listens."""
+    spec = ServerSpec(model_dir, llumlet=False, executor="mp", max_model_len=4096, flags=("--dtype", "float32"))
     with Fleet(log_dir / "stock") as fleet:
         yield fleet.start(*(dataclasses.replace(spec, name=name) for name in ("survivor", "victim")))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ SLOW_COPY_S = 2.0
 
 
 class Cast:
-    """The engines by name. While the file `slow` is there, each round of blocks that `b` copies takes `SLOW_COPY_S`."""
+    """The engines by name: the model of `small` has a process of its own, those of the others run in the engines'.
+    While the file `slow` is there, each round of blocks that `b` copies takes `SLOW_COPY_S`."""
 
     def __init__(self, fleet: Fleet, directory: Path) -> None:
         self._fleet = fleet
@@ -37,10 +39,15 @@ class Cast:
         model = build(PRESETS["tiny"])
         slow = {"point": "mover.pulled", "action": "delay", "seconds": SLOW_COPY_S, "times": 1000}
         peers = ("--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "600")
-        own: dict[str, dict[str, object]] = {
+        own: dict[str, dict[str, Any]] = {
             "a": {"flags": (*FLAGS, "--llumlet-port", str(port))},
             "b": {"flags": (*FLAGS, *peers), "env": {"LLUMNIX_FAULTS": json.dumps([{**slow, "file": str(self.slow)}])}},
-            "small": {"flags": (*FLAGS, *peers, *SMALL_FLAGS), "max_num_seqs": 2, "num_kv_blocks": 48},
+            "small": {
+                "flags": (*FLAGS, *peers, *SMALL_FLAGS),
+                "max_num_seqs": 2,
+                "num_kv_blocks": 48,
+                "executor": "mp",
+            },
         }
         self._specs = {
             name: ServerSpec(model, name=name, instance_id=name, runner="v2", max_model_len=MAX_MODEL_LEN, **fields)

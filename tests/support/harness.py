@@ -82,6 +82,12 @@ class LlumletAddress(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
+Executor = Literal["", "uni", "mp"]
+""""uni": the model runs in the engine's process, vLLM's choice for one GPU; "mp": in one of its own; "": what vLLM
+chooses, which is "mp" on a CPU."""
+usual_executor: Executor = ""
+"""Where the model of servers runs that do not say. Tests choose `uni` (`tests/conftest`)."""
+
 FEW_CORES = 4
 """On a machine with no more than this, a fleet gives each server a core of its own, in turn."""
 _CORES = sorted(os.sched_getaffinity(0))
@@ -117,6 +123,8 @@ class ServerSpec:
     """It has one, and nothing that engines on a CPU are given for its sake."""
     eager: bool = True
     """Without what vLLM compiles and captures."""
+    executor: Executor | None = None
+    """Where the model runs; None: where `usual_executor` says."""
     core: int | None = None
     """The CPU core for all of its processes; None: any. An engine and its worker wait for each other by spinning, for
     a second beyond the last message too. On one core the spinning one makes way for the working one; spread over all
@@ -139,7 +147,13 @@ class ServerSpec:
                 command += ["--llumlet-instance-id", self.instance_id]
             if self.bandwidth_limit is not None:
                 command += ["--llumlet-bandwidth-limit-local", str(self.bandwidth_limit)]
+        if self._executor:
+            command += ["--distributed-executor-backend", self._executor]
         return command + list(self.flags)
+
+    @property
+    def _executor(self) -> Executor:
+        return usual_executor if self.executor is None else self.executor
 
     def environment(self, scratch: Path) -> dict[str, str]:
         """This process's environment without settings of vLLM's or ours, plus what an engine needs
@@ -162,7 +176,10 @@ class ServerSpec:
         return environment
 
     def _environment_of_a_cpu(self) -> dict[str, str]:
-        return {
+        # vLLM's platform for CPUs makes every `uni` an `mp` unless this says that all is one process, and `vllm serve`
+        # asks it for nothing else.
+        one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if self._executor == "uni" else {}
+        return one_process | {
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",

@@ -31,8 +31,8 @@ from tests.support.forkable import MESSAGE_BYTES
 ROOT = Path(__file__).resolve().parents[2]
 LATE = frozenset({
     "LLUMNIX_FAULTS", "PYTEST_CURRENT_TEST", "TMPDIR", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_CPU_KVCACHE_SPACE",
-    "VLLM_CPU_SIM_MULTI_NUMA", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_RPC_BASE_PATH",
-    "VLLM_SERVER_DEV_MODE",
+    "VLLM_CPU_SIM_MULTI_NUMA", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_RPC_BASE_PATH", "VLLM_SERVER_DEV_MODE",
 })  # fmt: skip
 """Variables that nothing reads while it is imported (the last one, for how errors are logged alone): servers that
 differ in no others have one parent."""

@@ -62,6 +62,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN)
     monkeypatch.setattr(harness, "LAUNCHER", (sys.executable, str(program)))
+    monkeypatch.setattr(harness, "usual_executor", "")
 
 
 def test_a_server_is_ready_knows_its_llumlet_and_ends_without_a_trace(

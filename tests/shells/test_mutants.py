@@ -165,15 +165,24 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
 ]
 
 
+PLAYS = 3
+"""Whether a block that was freed too early is somebody's when it is written is chance; more often than not it is."""
+
+
 @pytest.mark.parametrize(("mutant", "scenario", "complaint"), MUTANTS, ids=[row[0].__name__ for row in MUTANTS])
 async def test_mutant(
     mutant: Callable[[Patch], None], scenario: str, complaint: str, monkeypatch: Patch, model_dir: Path
 ) -> None:
-    mutant(monkeypatch)
-    async with cluster_of(model_dir) as cluster:
-        cluster.seconds = 1.2
-        stream = await company(cluster, num_others=3, max_tokens=800)
-        await PLAY[scenario](cluster, stream)
-        faults = await cluster.verdict(stream)
-        monkeypatch.undo()
-    assert any(complaint in fault for fault in faults), faults
+    found: list[str] = []
+    for _ in range(PLAYS):
+        mutant(monkeypatch)
+        async with cluster_of(model_dir) as cluster:
+            cluster.seconds = 1.2
+            stream = await company(cluster, num_others=3, max_tokens=800)
+            await PLAY[scenario](cluster, stream)
+            faults = await cluster.verdict(stream)
+            monkeypatch.undo()
+        found += faults
+        if any(complaint in fault for fault in faults):
+            return
+    pytest.fail(f"not caught, but {found}")

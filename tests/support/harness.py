@@ -153,7 +153,8 @@ class ServerSpec:
 
     @property
     def _executor(self) -> Executor:
-        return usual_executor if self.executor is None else self.executor
+        usual: Executor = "" if self.gpu else usual_executor
+        return usual if self.executor is None else self.executor
 
     def environment(self, scratch: Path) -> dict[str, str]:
         """This process's environment without settings of vLLM's or ours, plus what an engine needs

@@ -16,9 +16,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llumlet.block_hashes import chain, root_of
+from llumlet.block_hashes import held_names
 from llumlet.client import LlumletClient
 from llumlet.credentials import NONE
+from llumlet.types import CachedPrefixRequest
 from llumsched.cluster.instance import Instance
 from llumsched.prefix.hits import PrefixHits
 from llumsched.prefix.index import PrefixIndex
@@ -44,16 +45,25 @@ DEV = {"VLLM_SERVER_DEV_MODE": "1"}
 class Belief:
     """What one scheduler knows of one engine."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, llumlet: str) -> None:
         self._instance = instance
+        self._llumlet = llumlet
         self._table = table(instance)
         self.hits = PrefixHits(PrefixIndex(10_000))
         self.watches = CacheWatches(self.hits, NONE)
         self.hits.appeared(instance)
         self.watches.appeared(instance)
 
+    async def until_current(self, prompt: list[int], salt: str) -> None:
+        """Until what has been told of the prompt's blocks is what the engine says when it is asked: it tells what it
+        has lost in its own time."""
+        asked = CachedPrefixRequest(blocks=held_names(prompt, SIZE, salt), block_size=SIZE)
+        async with asyncio.timeout(10), LlumletClient(self._llumlet) as llumlet:
+            while self.hit([*prompt, 1], salt) != (await llumlet.cached_prefix(asked)).num_tokens:  # noqa: ASYNC110 - feeds tell nobody
+                await asyncio.sleep(0.01)
+
     def hit(self, prompt: list[int], salt: str = "") -> int:
-        names = b"".join(chain(prompt, SIZE, root_of(SIZE, salt)))
+        names = held_names(prompt, SIZE, salt)
         asked = Request(prompt_num_tokens=len(prompt), prompt_blocks=names, prompt_block_size=SIZE)
         (values,) = self.hits.of_request(asked, self._table)
         return int(values[0])
@@ -63,7 +73,7 @@ class Belief:
 async def belief_of(engine: Server) -> AsyncIterator[Belief]:
     async with LlumletClient(str(engine.llumlet)) as llumlet:
         metadata = await llumlet.get_instance_metadata()
-    belief = Belief(Instance(metadata, None, 0.0))
+    belief = Belief(Instance(metadata, None, 0.0), str(engine.llumlet))
     try:
         yield belief
     finally:
@@ -87,6 +97,7 @@ async def test_what_is_believed_is_what_vllm_finds(start_server: StartServer) ->
         for number in range(30):
             prompt = draw.choice(families)[: draw.randrange(40, 700)]
             salt = draw.choice(["", "", "salted"])
+            await belief.until_current(prompt, salt)
             believed = belief.hit(prompt, salt)
             stream = await client.complete(prompt, draw.randrange(1, 40), cache_salt=salt or None, ignore_eos=True)
             result = await stream.result()

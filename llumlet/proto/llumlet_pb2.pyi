@@ -848,7 +848,7 @@ class Handover(_message.Message):
     def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., src_incarnation: _Optional[str] = ..., dst_incarnation: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("handover", "src_engine_id", "dst_engine_id", "src_address", "request_state", "source_memory", "num_blocks", "method", "tokens_will_do", "computed_tokens")
+    __slots__ = ("handover", "src_engine_id", "dst_engine_id", "src_address", "request_state", "source_memory", "num_blocks", "method", "tokens_will_do", "computed_tokens", "row_tokens")
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     SRC_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     DST_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -859,6 +859,7 @@ class ReserveRequest(_message.Message):
     METHOD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_WILL_DO_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handover: Handover
     src_engine_id: str
     dst_engine_id: str
@@ -869,21 +870,24 @@ class ReserveRequest(_message.Message):
     method: Mode
     tokens_will_do: bool
     computed_tokens: int
-    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., src_address: _Optional[str] = ..., request_state: _Optional[bytes] = ..., source_memory: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., method: _Optional[_Union[Mode, str]] = ..., tokens_will_do: _Optional[bool] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    row_tokens: int
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., src_address: _Optional[str] = ..., request_state: _Optional[bytes] = ..., source_memory: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., method: _Optional[_Union[Mode, str]] = ..., tokens_will_do: _Optional[bool] = ..., computed_tokens: _Optional[int] = ..., row_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("hit_blocks", "lease_s", "dst_incarnation", "transport", "tokens_alone")
+    __slots__ = ("hit_blocks", "lease_s", "dst_incarnation", "transport", "tokens_alone", "row_tokens")
     HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     DST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    ROW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     hit_blocks: int
     lease_s: float
     dst_incarnation: str
     transport: str
     tokens_alone: str
-    def __init__(self, hit_blocks: _Optional[int] = ..., lease_s: _Optional[float] = ..., dst_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., tokens_alone: _Optional[str] = ...) -> None: ...
+    row_tokens: int
+    def __init__(self, hit_blocks: _Optional[int] = ..., lease_s: _Optional[float] = ..., dst_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., tokens_alone: _Optional[str] = ..., row_tokens: _Optional[int] = ...) -> None: ...
 
 class CopyRoundRequest(_message.Message):
     __slots__ = ("handover", "round", "from_block", "to_block", "num_tokens", "block_ids", "new_token_ids")

@@ -126,6 +126,11 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         reason = None if self.state is State.MOVED else self._reason
         return Outcome(self.state, reason, self._detail if reason else "")
 
+    def widen_rows(self, times: int) -> None:
+        """The destination has said that a row of this move is so many of those that were planned with. Before its
+        answer is fed."""
+        self.plan = msgspec.structs.replace(self.plan, bytes_per_block=times * self.plan.bytes_per_block)
+
     def leave_kv(self) -> None:
         """The destination has said that it takes the tokens alone: this is a move by recomputation.
 

@@ -166,6 +166,20 @@ def test_all_that_is_looked_at_has_arrived(
     assert source.port.audit_idle() == destination.port.audit_idle() == []
 
 
+def test_of_a_row_that_is_held_every_block_is_there(model_dir: Path) -> None:
+    """A destination that has the rows which a source commits asks for no more, however much has been computed in the
+    last of them since."""
+    source, destination = rigs(model_dir, GROUPS["blocks of two sizes"])
+    source.add("a", num_prompt=4)
+    source.turns(3)
+    move = Move(source, destination)
+    assert move.held.num_rows == 1
+    source.turns(50)
+    move.finish()
+    assert 48 < move.new.num_computed_tokens < 64
+    assert not list(move.here.lacks(move.new))
+
+
 @SHAPES
 def test_a_cancelled_reservation_holds_nothing(model_dir: Path, groups: Sequence[KVCacheSpec]) -> None:
     source, destination = rigs(model_dir, groups)

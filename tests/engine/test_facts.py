@@ -103,8 +103,17 @@ def test_movers_know_how_many_workers_there_are() -> None:
     assert one.cache_digest != two.cache_digest
     assert one.why_not_cache(facts(pages="#57")) == "pages differ"
     assert one.why_not_cache(facts(tensor_parallel="2", block_size="16")) == "block size: 32 here, 16 at the source"
-    staged, more = (facts(tensor_parallel=size, pipeline_and_context_parallel="PP 2") for size in ("1", "2"))
-    assert staged.why_not_cache(more) == "tensor parallel: 1 here, 2 at the source"
+
+
+def test_blocks_of_another_size() -> None:
+    """Movers copy parts of them, if they can. Facts know no more than that pages then are of other sizes."""
+    one, other = facts(), facts(block_size="16", pages="#28")
+    assert one.why_not_cache(other, of_any_block_size=True) is None
+    assert one.why_not_cache(other) == "block size: 32 here, 16 at the source; pages differ"
+    assert one.why_not_cache(facts(pages="#28"), of_any_block_size=True) == "pages differ"
+    stages = "PP 2 in turns of 1"
+    one, other = (facts(pipeline_and_context_parallel=stages, block_size=size) for size in ("32", "16"))
+    assert one.why_not_cache(other, of_any_block_size=True) == "block size: 32 here, 16 at the source"
 
 
 @pytest.mark.parametrize("name", ACCEPTABLE)

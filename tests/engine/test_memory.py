@@ -105,7 +105,7 @@ async def test_equal_limits_of_two_links_are_two_limits(
     apart = [msgspec.structs.replace(peer, boot_id="another") for peer in near]
     for job, (peers, transport) in enumerate([(near, "local"), (apart, "tcp")], 1):
         copy = BlockCopy(job=job, src_blocks=[1], dst_blocks=[2], transport=transport, deadline_s=5.0)
-        await movers.pull(copy, SourceMemory(FACTS, peers, CAPABILITY))
+        await movers.pull([copy], SourceMemory(FACTS, peers, CAPABILITY))
     assert len(set(map(id, paces.values()))) == 2 * RANKS
     movers.close()
 

@@ -47,13 +47,19 @@ class Odd(NamedTuple):
     """A megabyte a second, and 300 tokens at a time."""
 
 
+HUGE = 4128
+"""Tokens of a block; a row would have as many."""
+
+
 class Strange(NamedTuple):
     """Instances that are not alike."""
 
     weights: Server
     """Of another model."""
     blocks: Server
-    """Of another block size."""
+    """With blocks so large that there are no rows of which either side has a whole number of blocks."""
+    larger: Server
+    """With blocks for more tokens."""
     connector: Server
     """With a KV connector of its own."""
 
@@ -309,7 +315,8 @@ def strange(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFac
     }
     specs = Strange(
         weights=ServerSpec(build(dataclasses.replace(PRESETS["tiny"], seed=99))),
-        blocks=ServerSpec(model_dir, block_size=64, max_model_len=4096),
+        blocks=ServerSpec(model_dir, block_size=HUGE, max_model_len=4096),
+        larger=ServerSpec(model_dir, block_size=64, max_model_len=4096),
         connector=ServerSpec(
             model_dir, flags=("--kv-transfer-config", json.dumps(connector)), env=offload_on_cpu.ENVIRONMENT
         ),
@@ -331,16 +338,16 @@ async def test_another_model(engines: Engines, conserved: object, strange: Stran
 
 
 @failure(
-    "the destination keeps its KV cache in another way, as with another block size",
+    "the destination keeps its KV cache in another way, as in blocks that have nothing to do with the source's",
     "reserving",
     "the request goes with its tokens alone; incompatible_engine if it must not",
 )
-async def test_another_block_size(engines: Engines, conserved: object, strange: Strange) -> None:
+async def test_blocks_of_quite_another_size(engines: Engines, conserved: object, strange: Strange) -> None:
     """And another length: the KV cache stays, the tokens go; unless the request might become too long."""
     other = strange.blocks
     move = await stays_and_goes_on(engines.a, other)
     assert move.reason == "incompatible_engine"
-    assert "block size: 64 here, 32 at the source" in move.detail
+    assert f"block size: {HUGE} here, 32 at the source" in move.detail
     async with Client(engines.a.base_url) as client:
         expected = await (await client.complete(PROMPT, 300, **GREEDY, cache_salt="unmoved")).result()
         stream = await client.complete(PROMPT, 300, **GREEDY, cache_salt="moved")
@@ -350,13 +357,32 @@ async def test_another_block_size(engines: Engines, conserved: object, strange: 
             moves.append(await move_stream(source, destination, stream, method="auto"))
         assert (await stream.result()).token_ids == expected.token_ids
         assert [(move.phase, move.mode) for move in moves] == [("moved", "recompute")] * 2
-        assert "block size: 32 here, 64 at the source" in moves[1].tokens_alone
+        assert f"block size: 32 here, {HUGE} at the source" in moves[1].tokens_alone
         long = await client.complete(PROMPT, 6000, **GREEDY)
         await held_by(engines.a, long, 20)
         refused = await move_stream(engines.a, other, long, method="auto")
         await long.disconnect()
     assert (refused.phase, refused.reason) == ("stayed", "request_too_long")
     await wait_idle(other)
+
+
+async def test_another_block_size(engines: Engines, conserved: object, strange: Strange) -> None:
+    """Live, there and back, each token's part of a block copied to its place in another, in rounds and at the end."""
+    small, large = engines.a, strange.larger
+    async with Client(small.base_url) as client:
+        prompt = list(range(100, 400))
+        expected = await (await client.complete(prompt, 700, **GREEDY, cache_salt="unmoved")).result()
+        stream = await client.complete(prompt, 700, **GREEDY, cache_salt="moved")
+        moves = []
+        for number, (source, destination) in enumerate(((small, large), (large, small)), 1):
+            await held_by(source, stream, 60 * number)
+            moves.append(await move_stream(source, destination, stream, method="live"))
+        result = await stream.result()
+    assert [(move.phase, move.mode, move.recomputed_tokens) for move in moves] == [("moved", "live", 0)] * 2, moves
+    assert moves[0].rounds, "the other way back hits in the prefix cache"
+    assert all(move.copied_bytes for move in moves)
+    assert result.token_ids == expected.token_ids
+    await wait_idle(large)
 
 
 async def test_a_kv_connector_of_ones_own(engines: Engines, conserved: object, strange: Strange) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import msgspec
+
 from llumlet.bridge import reason_number
 from llumlet.errors import LlumletError
 from llumlet.protocol import events as on
@@ -30,10 +32,12 @@ from llumlet.types import (
     SettleResponse,
 )
 from vllm_llumnix import faults
+from vllm_llumnix.engine.block_rows import BlockRows
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.callers import settle_response
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.incoming import IncomingMove
+from vllm_llumnix.engine.reblocking import rows_between
 
 
 class Arrivals:
@@ -93,11 +97,11 @@ class Arrivals:
             if not self._loop.takes_requests:
                 _refuse(Reason.SHUTTING_DOWN, "the destination is shutting down")
             try:
-                num_tokens = request.num_blocks * self._loop.port.block_size
+                num_tokens = request.num_blocks * (request.row_tokens or self._loop.port.block_size)
                 self.slots.take(MigrationId(request.handover.migration_id), num_tokens)
             except Refused as error:
                 _refuse(error.reason, error.detail)
-            move = self._begin(request.handover)
+            move = self._begin(request.handover, rows_between(self._loop.port.rows, request.row_tokens))
         move.take_offer(request)
         answer: ReserveResponse = await move.ask(Call.RESERVE, on.ReserveRequested())
         return answer
@@ -188,8 +192,11 @@ class Arrivals:
         answer: SettleResponse = await move.ask(call, event)
         return answer
 
-    def _begin(self, handover: Handover) -> IncomingMove:
-        move = IncomingMove(self._context, self._builder, self._terms, handover, self._end_here, self._look)
+    def _begin(self, handover: Handover, rows: BlockRows | None = None) -> IncomingMove:
+        """`rows`: what the move counts in, if not in this engine's own."""
+        rows = rows or self._loop.port.rows
+        terms = msgspec.structs.replace(self._terms, block_size=rows.size)
+        move = IncomingMove(self._context, self._builder, terms, rows, handover, self._end_here, self._look)
         self.moves[move.migration_id] = self._unsettled[move.migration_id] = move
         self._loop.port.load.touch()
         return move

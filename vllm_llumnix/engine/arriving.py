@@ -4,27 +4,30 @@ thread only. They are counted in rows, see `block_rows`."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from llumlet.protocol.effects import Pull
 from llumlet.protocol.errors import Reason, Refused
-from vllm_llumnix.engine.block_rows import to_copy
+from vllm_llumnix.engine.block_rows import BlockRows
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
+from vllm_llumnix.engine.reblocking import Pairing, rows_between
 from vllm_llumnix.engine.reservations import Reserved
 from vllm_llumnix.errors import TransportError
+from vllm_llumnix.kv.layout import WHOLE
 from vllm_llumnix.kv.messages import BlockCopy
 
 
 class ArrivingBlocks:
     """`here` is its reservation; `transport` is empty if none was chosen."""
 
-    def __init__(self, context: EngineContext) -> None:
+    def __init__(self, context: EngineContext, rows: BlockRows) -> None:
         self.here = Reserved()
         self.transport = ""
         self._context = context
-        self._width = context.loop.port.rows.width
+        self._rows = rows
+        self._pairing: Pairing | None = None
+        """None until it is known that blocks here can be filled from those there."""
         self._memory: SourceMemory | None = None
         self._at_source: dict[int, Sequence[int]] = {}
         """Rows of block ids of the source."""
@@ -37,10 +40,19 @@ class ArrivingBlocks:
         """Number of blocks that are held here. Any thread."""
         return len(self.here.block_ids)
 
-    def come_from(self, source_memory: bytes) -> None:
-        """Raises Refused unless what was computed there goes on here."""
+    def come_from(self, source_memory: bytes, row_tokens: int) -> None:
+        """Blocks of which rows of `row_tokens` tokens are there. Raises Refused unless what was computed there goes on
+        here."""
+        ours = self._context.loop.port.rows
+        if rows_between(ours, row_tokens) is not None:
+            self._pairing = Pairing(ours, self._rows, row_tokens)
         self._memory = decode_memory(source_memory)
         self._memory.require_alike(self._context.identity.facts, self._context.weight_version)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether both sides count in the same rows."""
+        return self._pairing is not None
 
     async def choose_transport(self, *, may_stay: bool) -> str:
         """Why there is none, if the blocks `may_stay` where they are. Raises Refused, TransportError if not."""
@@ -50,8 +62,8 @@ class ArrivingBlocks:
             return f"at the destination: {reason}"
         memory.require_reachable(context.config.reaches)
         try:
-            memory.require_cache_alike(context.identity.facts)
-            self.transport = await context.movers.probe(memory)
+            memory.require_cache_alike(context.identity.facts, of_any_block_size=self._pairing is not None)
+            self.transport = await context.movers.probe(memory, self._pairing.cuts if self._pairing else WHOLE)
         except (Refused, TransportError) as error:
             if may_stay:
                 return str(error)
@@ -60,7 +72,7 @@ class ArrivingBlocks:
 
     def find_at_source(self, from_row: int, to_row: int, block_ids: Sequence[int]) -> None:
         """The source says where rows are. Raises Refused unless it says so of each block."""
-        width = self._width
+        width = self._pairing.their_width if self._pairing is not None else 0
         if len(block_ids) != width * (to_row - from_row):
             detail = f"{len(block_ids)} block ids for rows {from_row} to {to_row}, of {width} blocks each"
             raise Refused(Reason.INVALID_REQUEST, detail)
@@ -83,26 +95,32 @@ class ArrivingBlocks:
         when nothing is written any more.
         """
         assert self._memory is not None
-        rows, width = range(wanted.from_block, wanted.to_block), self._width
+        if self._pairing is None:
+            raise Refused(Reason.INVALID_REQUEST, "its blocks cannot be copied into those here, and it was told so")
+        rows, width = range(wanted.from_block, wanted.to_block), self._pairing.our_width
         if not self._at_source.keys() >= set(rows):
             detail = f"the source did not say where blocks {wanted.from_block} to {wanted.to_block} are"
             raise Refused(Reason.INVALID_REQUEST, detail)
-        there = itertools.chain.from_iterable(self._at_source[row] for row in rows)
-        copied = to_copy(there, self.here.block_ids[width * rows.start : width * rows.stop])
+        here = self.here.block_ids[width * rows.start : width * rows.stop]
+        copied = dict(self._pairing.pairs([self._at_source[row] for row in rows], here))
         if final:
-            copied += zip(self._states_at_source, self.here.state_ids, strict=True)
-        if not copied:
-            return 0
-        copy = BlockCopy(
-            job=self._job(wanted.job),
-            src_blocks=[at_source for at_source, _ in copied],
-            dst_blocks=[here for _, here in copied],
-            transport=self.transport,
-            deadline_s=deadline_s,
-            final=final,
-            tag=f"from {wanted.from_block}",
-        )
-        return await self._context.movers.pull(copy, self._memory)
+            states = zip(self._states_at_source, self.here.state_ids, strict=True)
+            copied[WHOLE] = [*copied.get(WHOLE, []), *states]
+        copies = [
+            BlockCopy(
+                job=self._job(wanted.job),
+                src_blocks=[at_source for at_source, _ in pairs],
+                dst_blocks=[here for _, here in pairs],
+                cuts=cuts,
+                transport=self.transport,
+                deadline_s=deadline_s,
+                final=final,
+                tag=f"from {wanted.from_block}",
+            )
+            for cuts, pairs in copied.items()
+            if pairs
+        ]
+        return await self._context.movers.pull(copies, self._memory) if copies else 0
 
     async def stop(self, job: int) -> None:
         """Returns when nothing is written for this job any more, however long it takes."""

@@ -13,6 +13,7 @@ Final blocks of a row do not change any more; states do until the request is fro
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 import math
@@ -77,6 +78,24 @@ class BlockRows:
         self.size = math.lcm(*sizes.values()) if sizes else int(scheduler.block_size)
         self._sizes = sizes
         self.width = sum(self.size // size for size in sizes.values())
+
+    def of_size(self, size: int) -> BlockRows:
+        """The same in rows of `size` tokens, a multiple of this one."""
+        if size == self.size:
+            return self
+        rows = copy.copy(self)
+        rows.size, rows.width = size, self.width * (size // self.size)
+        return rows
+
+    @property
+    def holds_several(self) -> bool:
+        """Whether some group has several blocks in a row."""
+        return any(size < self.size for size in self._sizes.values())
+
+    @property
+    def column_sizes(self) -> list[int]:
+        """Tokens of a block of each group that keeps tokens."""
+        return list(self._sizes.values())
 
     @property
     def num_states(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_llumnix.engine.block_rows import kind_of
-from vllm_llumnix.engine.likeness import PAGES, PARAMETERS, STAGES, TENSOR_PARALLEL, EngineFacts, named
+from vllm_llumnix.engine.likeness import BLOCK_SIZE, PAGES, PARAMETERS, STAGES, TENSOR_PARALLEL, EngineFacts, named
 from vllm_llumnix.engine.portability import custom_logits_processors
 from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.kv.messages import MoverInfo
@@ -90,8 +90,10 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         "logits_processors": named([f"{it.__module__}:{it.__qualname__}" for it in custom_logits_processors(engine)]),
     }
     cache = {
-        "block_size": engine.scheduler.block_size,
-        "groups": ", ".join(map(_described, engine.scheduler.kv_cache_config.kv_cache_groups)),
+        BLOCK_SIZE: engine.scheduler.block_size,
+        "groups": ", ".join(
+            _described(group, engine.scheduler.block_size) for group in engine.scheduler.kv_cache_config.kv_cache_groups
+        ),
         # Whether layers or blocks are outermost is no matter.
         "layout": ", ".join(sorted({layout.interior for layout in layouts})),
         STAGES: f"{' '.join(stages)} in turns of {parallel.cp_kv_cache_interleave_size}" if stages else "",
@@ -105,7 +107,9 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
     return EngineFacts.of(tokens, cache, accepted)
 
 
-def _described(group: KVCacheGroup) -> str:
+def _described(group: KVCacheGroup, usual_size: int) -> str:
+    """Of a group with blocks of another size than the usual one, this size as well."""
     kind = kind_of(group)
     of_what = kind.value if kind is not None else type(group.kv_cache_spec).__name__
-    return f"{of_what} in {len(group.layer_names)} layers, by {group.kv_cache_spec.block_size}"
+    size = group.kv_cache_spec.block_size
+    return f"{of_what} in {len(group.layer_names)} layers" + (f", by {size}" if size != usual_size else "")

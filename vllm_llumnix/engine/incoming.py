@@ -33,6 +33,7 @@ from llumlet.types import (
 from vllm_llumnix import faults
 from vllm_llumnix.engine.admission import Admission
 from vllm_llumnix.engine.arriving import ArrivingBlocks
+from vllm_llumnix.engine.block_rows import BlockRows
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.callers import Callers, settle_response
 from vllm_llumnix.engine.context import EngineContext
@@ -47,14 +48,15 @@ TURN_SECONDS = 1.0
 
 
 class IncomingMove(Shell[Destination]):
-    """One request that may come. `end_here` aborts requests of this engine, by id; `on_event` is called after each
-    event of the machine."""
+    """One request that may come, counted in `rows`. `end_here` aborts requests of this engine, by id; `on_event` is
+    called after each event of the machine."""
 
     def __init__(
         self,
         context: EngineContext,
         builder: RequestBuilder,
         terms: Terms,
+        rows: BlockRows,
         handover: Handover,
         end_here: Callable[[list[str]], None],
         on_event: Callable[[IncomingMove], None],
@@ -71,7 +73,8 @@ class IncomingMove(Shell[Destination]):
         self.source_address = ""
         self.request: Request | None = None
         self.residence: Residence | None = None
-        self.blocks = ArrivingBlocks(context)
+        self.rows = rows
+        self.blocks = ArrivingBlocks(context, rows)
         self.tokens_alone = ""
         """Why the KV cache cannot be brought here, if the request may come without."""
         self.phase_ms: dict[str, float] = {}
@@ -121,7 +124,7 @@ class IncomingMove(Shell[Destination]):
 
     def take_commit(self, request: CommitRequest) -> on.DestinationEvent:
         """Raises Refused, the first time only: then the move is to be called off."""
-        num_rows = self._loop.port.rows.rows_of(request.computed_tokens)
+        num_rows = self.rows.rows_of(request.computed_tokens)
         if not self._commit_seen:
             self._commit_seen = True
             self.blocks.find_at_source(request.from_block, num_rows, request.block_ids)
@@ -191,7 +194,7 @@ class IncomingMove(Shell[Destination]):
         assert offer is not None
         try:
             queued = offer.method == Mode.WAITING
-            self.blocks.come_from(offer.source_memory)
+            self.blocks.come_from(offer.source_memory, offer.row_tokens)
             if offer.method != Mode.RECOMPUTE:
                 may_stay = queued or offer.tokens_will_do
                 self.tokens_alone = await self.blocks.choose_transport(may_stay=may_stay)
@@ -212,6 +215,7 @@ class IncomingMove(Shell[Destination]):
                 queued,
                 not context.config.exact,
                 computed_tokens,
+                self.rows,
                 behind_outputs=True,
             )
         except MigrationError as error:
@@ -284,6 +288,7 @@ class IncomingMove(Shell[Destination]):
             dst_incarnation=self._context.identity.incarnation,
             transport=self.blocks.transport,
             tokens_alone=self.tokens_alone,
+            row_tokens=self.rows.size if self.blocks.pairs else 0,
         )
 
     def _round_response(self, effect: do.AnswerRound) -> CopyRoundResponse:

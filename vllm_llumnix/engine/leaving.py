@@ -43,6 +43,8 @@ class LeavingRequest(Leaving):
         """Tokens whose KV was final when it was first looked at."""
         self.queued = False
         """Whether it had computed nothing then."""
+        self.rows = context.loop.port.rows
+        """What this move counts in. Written by the llumlet's thread, before it has anything pinned."""
         self._with_kv = True
         self._pins: list[Pin] = []
 
@@ -60,7 +62,7 @@ class LeavingRequest(Leaving):
 
     def pin(self, from_block: int) -> Frontier:
         """Raises Refused, see `SchedulerPort.frontier`."""
-        frontier = self._port.frontier(self.request, from_block, self.num_known_tokens)
+        frontier = self._port.frontier(self.request, from_block, self.num_known_tokens, self.rows)
         self._pins.append(frontier.pin)
         return frontier
 
@@ -77,7 +79,7 @@ class LeavingRequest(Leaving):
         self._loop.freeze(self)
 
     def on_drained(self) -> bool:
-        frozen = self._port.drained(self.request, self.num_known_tokens, with_kv=self._with_kv)
+        frozen = self._port.drained(self.request, self.num_known_tokens, with_kv=self._with_kv, rows=self.rows)
         if frozen is None:
             return False
         self._pins.append(frozen.pin)

@@ -20,6 +20,7 @@ from vllm_llumnix.config import ACCEPTABLE
 PARAMETERS = "parameters"
 """The fact that is not asked for where any difference is accepted: how the model's parameters are cut and packed."""
 STAGES, TENSOR_PARALLEL, PAGES = "pipeline_and_context_parallel", "tensor_parallel", "pages"
+BLOCK_SIZE = "block_size"
 """Facts about a KV cache. Without stages, another number of workers is no matter: movers know which heads a page has,
 and copy those that they need (`memory.routes`); or they say that they cannot."""
 _MOST_SHOWN = 200
@@ -54,13 +55,16 @@ class EngineFacts(msgspec.Struct, frozen=True):
         """Why a request of theirs does not go on here; None if it does."""
         return _difference(self.tokens, theirs.tokens)
 
-    def why_not_cache(self, theirs: EngineFacts) -> str | None:
-        """Why a KV cache of theirs is of no use here; None if it is, as far as facts tell."""
+    def why_not_cache(self, theirs: EngineFacts, *, of_any_block_size: bool = False) -> str | None:
+        """Why a KV cache of theirs is of no use here; None if it is, as far as facts tell. `of_any_block_size`: movers
+        copy parts of blocks, or say that they cannot."""
         ours, of_others = dict(self.cache), dict(theirs.cache)
-        if not ours.get(STAGES) and ours.get(TENSOR_PARALLEL) != of_others.get(TENSOR_PARALLEL):
-            for facts in (ours, of_others):
-                for name in (TENSOR_PARALLEL, PAGES):
-                    facts.pop(name, None)
+        if not ours.get(STAGES):
+            may_differ = [TENSOR_PARALLEL, BLOCK_SIZE] if of_any_block_size else [TENSOR_PARALLEL]
+            if differing := [name for name in may_differ if ours.get(name) != of_others.get(name)]:
+                for facts in (ours, of_others):
+                    for name in (*differing, PAGES):
+                        facts.pop(name, None)
         return _difference(ours, of_others)
 
 

@@ -33,6 +33,7 @@ from vllm.v1.request import RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.trials import Trials
 from vllm_llumnix import faults
+from vllm_llumnix.engine.block_rows import BlockRows
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.reservations import Reserved
@@ -213,12 +214,19 @@ class EngineLoop:
             problem = f"adapter {adapter.lora_name!r} cannot be loaded here: {type(error).__name__}"
             raise Refused(Reason.LORA_NOT_AVAILABLE, problem) from error
 
-    def reserve(self, request: Request, queued: bool, use_prefix_cache: bool, computed_tokens: int) -> Reserved:
+    def reserve(
+        self,
+        request: Request,
+        queued: bool,
+        use_prefix_cache: bool,
+        computed_tokens: int,
+        rows: BlockRows | None = None,
+    ) -> Reserved:
         """Loop thread: `Reservations.make`, of a request that no step here still works on, with its adapter loaded.
         Raises Refused."""
         self.require_out_of_flight(request.request_id)
         reserved = self.port.reservations.make(
-            request, use_prefix_cache=use_prefix_cache, queued=queued, computed_tokens=computed_tokens
+            request, use_prefix_cache=use_prefix_cache, queued=queued, computed_tokens=computed_tokens, rows=rows
         )
         try:
             self.load_adapter(request)

@@ -60,9 +60,10 @@ class SourceMemory(msgspec.Struct, frozen=True):
             raise Refused(Reason.INCOMPATIBLE_ENGINE, difference)
         require_weights(self.weight_version, weight_version)
 
-    def require_cache_alike(self, facts: EngineFacts) -> None:
-        """Raises Refused(incompatible_engine) unless the bytes mean the same in the engine that is described."""
-        if (difference := facts.why_not_cache(self.facts)) is not None:
+    def require_cache_alike(self, facts: EngineFacts, *, of_any_block_size: bool = False) -> None:
+        """Raises Refused(incompatible_engine) unless the bytes mean the same in the engine that is described.
+        `of_any_block_size`: parts of blocks can be copied."""
+        if (difference := facts.why_not_cache(self.facts, of_any_block_size=of_any_block_size)) is not None:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, f"the KV cache stays behind: {difference}")
 
 
@@ -111,6 +112,14 @@ def routes(ours: Sequence[BlockLayout], theirs: Sequence[PeerMemory]) -> list[li
         return [[Route(theirs[rank // each], parts[rank % each])] for rank in range(more)]
     parts = [Cuts(source=Cut(0, 1), destination=Cut(part, each)) for part in range(each)]
     return [[Route(theirs[rank * each + part], parts[part]) for part in range(each)] for rank in range(fewer)]
+
+
+def _both(of_heads: Cuts, of_tokens: Cuts) -> Cuts:
+    """Raises Refused(incompatible_engine)."""
+    if WHOLE not in (of_heads, of_tokens):
+        detail = "engines of another number of workers and of another block size"
+        raise Refused(Reason.INCOMPATIBLE_ENGINE, detail)
+    return of_tokens if of_heads == WHOLE else of_heads
 
 
 class Grant:
@@ -168,15 +177,18 @@ class Movers:
         """A number by which `pull` and `stop` know one copy."""
         return next(self._jobs)
 
-    async def probe(self, peer: SourceMemory) -> str:
-        """The first transport with which every rank reaches its peers. Raises Refused(transport_unavailable), with what
-        is in the way of each, Refused(incompatible_engine) for workers that have other parts of the heads."""
+    async def probe(self, peer: SourceMemory, cuts: Cuts = WHOLE) -> str:
+        """The first transport with which every rank reaches its peers, of whose blocks such parts are copied. Raises
+        Refused(transport_unavailable), with what is in the way of each, Refused(incompatible_engine) for workers that
+        have other parts of the heads."""
         routes = [
             (client, route) for client, its in zip(self._clients, self._routes(peer), strict=True) for route in its
         ]
         obstacles: list[str] = []
         for transport in self._transports:
-            found = await asyncio.gather(*(client.probe(it.memory, transport, it.cuts) for client, it in routes))
+            found = await asyncio.gather(
+                *(client.probe(it.memory, transport, _both(it.cuts, cuts)) for client, it in routes)
+            )
             if not any(found):
                 return transport
             obstacles += [
@@ -189,15 +201,19 @@ class Movers:
     def _routes(self, peer: SourceMemory) -> list[list[Route]]:
         return routes([memory.layout for memory in self._memories], peer.ranks)
 
-    async def pull(self, copy: BlockCopy, source: SourceMemory) -> int:
-        """Copy blocks on every rank; returns the bytes copied, of all of them together. Raises TransferFailed, and then
-        movers may still be writing: `stop` says when they no longer are."""
-        pulls = [[self._part_of(copy, route, source.capability) for route in its] for its in self._routes(source)]
-        self._running.add(copy.job)
+    async def pull(self, copies: Sequence[BlockCopy], source: SourceMemory) -> int:
+        """Copy blocks on every rank; returns the bytes copied, of all of them together. The copies are parts of one
+        job. Raises TransferFailed, and then movers may still be writing: `stop` says when they no longer are."""
+        pulls = [
+            [self._part_of(copy, route, source.capability) for route in its for copy in copies]
+            for its in self._routes(source)
+        ]
+        (job,) = {copy.job for copy in copies}
+        self._running.add(job)
         try:
             copied = await asyncio.gather(*map(self._pull_one_by_one, self._clients, pulls))
         finally:
-            self._running.discard(copy.job)
+            self._running.discard(job)
         return sum(copied)
 
     async def _pull_one_by_one(self, client: MoverClient, pulls: Sequence[Pull]) -> int:
@@ -216,9 +232,8 @@ class Movers:
     def _part_of(self, copy: BlockCopy, route: Route, capability: bytes) -> Pull:
         here = route.memory.boot_id == self._host
         return Pull(
-            **msgspec.structs.asdict(copy),
+            **msgspec.structs.asdict(copy) | {"cuts": _both(route.cuts, copy.cuts)},
             peer=route.memory,
-            cuts=route.cuts,
             capability=capability,
             limit=self._limit_here if here else self._limit,
             link="here" if here else "remote",

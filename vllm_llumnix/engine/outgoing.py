@@ -37,6 +37,7 @@ from vllm_llumnix.engine.leaving import LeavingRequest
 from vllm_llumnix.engine.memory import Grant
 from vllm_llumnix.engine.move_report import MoveReport, Report
 from vllm_llumnix.engine.origin_calls import OriginCalls
+from vllm_llumnix.engine.reblocking import rows_of_move
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest
 from vllm_llumnix.engine.shell import Shell
@@ -171,7 +172,7 @@ class OutgoingMove(Shell[Source]):
                 self._released = call(leaving.release)
 
     async def _reserve(self, first_state: asyncio.Future[RequestState]) -> None:
-        context, block_size = self._context, self._context.loop.port.block_size
+        context = self._context
         try:
             state = await first_state
             if (adapter := self.request.lora_request) is not None:
@@ -185,20 +186,33 @@ class OutgoingMove(Shell[Source]):
             src_address=str(context.address),
             request_state=encode(state),
             source_memory=context.offered_memory(self._grant.capability),
-            num_blocks=-(-self.request.num_tokens // block_size) + 1,
+            num_blocks=self.leaving.rows.rows_of(self.request.num_tokens) + 1,
             method=Mode.WAITING if self.leaving.queued else self.progress.mode,
             tokens_will_do=not self._insists,
             computed_tokens=self.leaving.computed_tokens,
+            row_tokens=self.leaving.rows.size,
         )
         answer = await self._calls.reserve(request)
         if answer is not None:
-            self.progress.hit_tokens = answer.hit_blocks * block_size
+            try:
+                self._count_in(answer.row_tokens)
+            except Refused as error:
+                self.feed(on.ReserveRefused(error.reason, error.detail))
+                return
+            self.progress.hit_tokens = answer.hit_blocks * self.leaving.rows.size
             self.progress.transport = answer.transport
             copies = self.machine.plan.method is not Method.RECOMPUTE
             if answer.tokens_alone and copies and self.machine.state is State.RESERVING:
                 self.machine.leave_kv()
                 self._report.leaves_kv(answer.tokens_alone)
             self.feed(on.Reserved(answer.hit_blocks, answer.lease_s, answer.dst_incarnation))
+
+    def _count_in(self, row_tokens: int) -> None:
+        """The destination has said what this move counts in. Raises Refused."""
+        before, rows = self.leaving.rows, rows_of_move(self.leaving.rows, row_tokens)
+        if rows is not before and self.machine.state is State.RESERVING:
+            self.leaving.rows = rows
+            self.machine.widen_rows(rows.size // before.size)
 
     async def _pin(self, pinned: asyncio.Future[Frontier]) -> None:
         try:
@@ -259,7 +273,7 @@ class OutgoingMove(Shell[Source]):
             base=effect.base,
             computed_tokens=effect.computed_tokens,
             from_block=effect.from_block,
-            block_ids=frozen.block_ids[self._context.loop.port.rows.width * effect.from_block :],
+            block_ids=frozen.block_ids[self.leaving.rows.width * effect.from_block :],
             state_ids=frozen.state_ids,
             new_token_ids=frozen.output_token_ids,
         )

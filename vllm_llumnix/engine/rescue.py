@@ -154,7 +154,7 @@ class _Fetching:
             tag="rescue",
         )
         try:
-            return on.CopyDone(await movers.pull(copy, self._memory))
+            return on.CopyDone(await movers.pull([copy], self._memory))
         except TransportError as error:
             return on.CopyFailed(str(error))
 

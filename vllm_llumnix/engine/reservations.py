@@ -63,6 +63,8 @@ class Reservations:
         """Tokens behind which a request must come with its KV cache: windows before are not held."""
         self._emptied: set[str] = set()
         """Reservations whose blocks have lost their content."""
+        self._counted_in: dict[str, BlockRows] = {}
+        """The rows of moves between engines whose rows differ."""
         self._queued: set[str] = set()
         """Reservations for requests that wait at their source."""
         self._with_slot: set[str] = set()
@@ -82,7 +84,13 @@ class Reservations:
         return bool(self._with_slot)
 
     def make(
-        self, request: Request, *, use_prefix_cache: bool, queued: bool = False, computed_tokens: int = 0
+        self,
+        request: Request,
+        *,
+        use_prefix_cache: bool,
+        queued: bool = False,
+        computed_tokens: int = 0,
+        rows: BlockRows | None = None,
     ) -> Reserved:
         """Hold blocks, a batch slot and a place for its LoRA adapter for a request that may come.
 
@@ -90,12 +98,12 @@ class Reservations:
         to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs. `computed_tokens`: those of
         which it has KV now; it comes with that of as many, or of more. Of a window nothing is held that such a request
         does not look at, and of a request that comes without KV, in a cache of several groups, nothing at all: it has
-        to fit what is free, and gets a slot.
+        to fit what is free, and gets a slot. `rows`: what the move counts in, if not in this scheduler's own.
 
         Preempts nobody, and leaves the next in the queue what it needs.
         Raises Refused(destination_full | destination_paused | already_migrating | invalid_request).
         """
-        scheduler, rows = self._scheduler, self._rows
+        scheduler, rows = self._scheduler, rows or self._rows
         if request.request_id in scheduler.requests or request.request_id in self._reserved:
             raise Refused(Reason.ALREADY_MIGRATING, f"{request.request_id} is here already, or on its way")
         if self._scheduler.pause_state != PauseState.UNPAUSED:
@@ -104,14 +112,14 @@ class Reservations:
             raise Refused(Reason.INVALID_REQUEST, f"{computed_tokens} tokens computed of {request.num_tokens}")
         if queued:
             self._check_capacity(request)
-            self._reserved[request.request_id] = request
+            self._keep(request, rows)
             self._queued.add(request.request_id)
             return Reserved()
         self._check_slot(request)
         if not (rows.is_simple or (rows.takes_kv and computed_tokens)):
             self._check_room(request)
             self._take_slot(request)
-            self._reserved[request.request_id] = request
+            self._keep(request, rows)
             return Reserved()
         hit_tokens, hit_blocks = 0, None
         if use_prefix_cache and not rows.num_states:
@@ -123,7 +131,7 @@ class Reservations:
         brought = 0 if rows.is_simple else max(0, computed_tokens - hit_tokens)
         allocated = self._allocate(
             request,
-            self._positions(request.num_tokens) - hit_tokens - brought,
+            self._positions(request.num_tokens, rows) - hit_tokens - brought,
             num_new_computed_tokens=hit_tokens,
             new_computed_blocks=hit_blocks if hit_tokens else None,
             num_external_computed_tokens=brought,
@@ -133,10 +141,15 @@ class Reservations:
         if not allocated:
             raise self._no_room(self._num_blocks_for(request))
         self._take_slot(request)
-        self._reserved[request.request_id] = request
+        self._keep(request, rows)
         if brought:
             self._least_computed[request.request_id] = computed_tokens
         return self._held(request, hit_tokens // rows.size)
+
+    def _keep(self, request: Request, rows: BlockRows) -> None:
+        self._reserved[request.request_id] = request
+        if rows is not self._rows:
+            self._counted_in[request.request_id] = rows
 
     def empty(self) -> None:
         """The KV memory goes: what was copied into reserved blocks is no cache when it is back."""
@@ -183,6 +196,7 @@ class Reservations:
         self._give_slot_back(request)
         del self._reserved[request.request_id]
         self._least_computed.pop(request.request_id, None)
+        self._counted_in.pop(request.request_id, None)
         self._emptied.discard(request.request_id)
         scheduler.requests[request.request_id] = request
         if computed_tokens:
@@ -204,6 +218,7 @@ class Reservations:
         """Give a reservation back. No mover may still write its blocks."""
         if self._reserved.pop(request.request_id, None) is not None:
             self._least_computed.pop(request.request_id, None)
+            self._counted_in.pop(request.request_id, None)
             self._emptied.discard(request.request_id)
             self._queued.discard(request.request_id)
             self._manager.free(request)
@@ -298,7 +313,7 @@ class Reservations:
             self._scheduler.max_num_active_reqs += 1
 
     def _extend(self, request: Request, num_tokens: int) -> bool:
-        return self._allocate(request, self._positions(num_tokens))
+        return self._allocate(request, self._positions(num_tokens, self._rows_for(request)))
 
     def _allocate(self, request: Request, num_new_tokens: int, **more: Any) -> bool:
         """Whether there was room. Workers do not fill these blocks with zeros, as they would new ones of some models:
@@ -328,14 +343,20 @@ class Reservations:
                 group.new_block_ids.extend(ids_of(present(unwritten)))
 
     def _held(self, request: Request, num_hits: int = 0) -> Reserved:
-        rows = self._rows
+        rows = self._rows_for(request)
         num_rows = rows.count(request)
         blocks = ids_of(rows.blocks(request, num_rows * rows.size))
         return Reserved(num_hits, num_rows, blocks, ids_of(rows.states_to_come(request)))
 
-    def _positions(self, num_tokens: int) -> int:
-        """Positions a request of `num_tokens` tokens needs to take its next step without allocating."""
-        return num_tokens + 1 + int(self._scheduler.num_lookahead_tokens)
+    def _rows_for(self, request: Request) -> BlockRows:
+        return self._counted_in.get(request.request_id, self._rows)
+
+    def _positions(self, num_tokens: int, rows: BlockRows | None = None) -> int:
+        """Positions a request of `num_tokens` tokens needs to take its next step without allocating. Where a row has
+        several blocks of a group, to the end of the last row: of a row that is held every block is there to be filled,
+        up to the longest request that there can be."""
+        positions = num_tokens + 1 + int(self._scheduler.num_lookahead_tokens)
+        return rows.rows_of(positions) * rows.size if rows and rows.holds_several else positions
 
 
 def adapters_of(requests: Iterable[Request]) -> set[int]:

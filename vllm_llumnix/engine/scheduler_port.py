@@ -144,16 +144,18 @@ class SchedulerPort:
         """Why this request cannot be moved at this moment; None if it can."""
         return why_not_now(request) or self.connectors.why_not_now(request)
 
-    def frontier(self, request: Request, from_block: int, known_output: int) -> Frontier:
-        """Pin the final full rows from `from_block` on; tokens from output index `known_output` on come along.
+    def frontier(self, request: Request, from_block: int, known_output: int, rows: BlockRows | None = None) -> Frontier:
+        """Pin the final full rows from `from_block` on, counted in `rows`; tokens from output index `known_output` on
+        come along.
 
         Raises Refused when the request cannot be copied at this moment.
         """
         if (problem := self.why_not_now(request)) is not None:
             raise Refused(*problem)
         final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
-        frontier_blocks = final_tokens // self.rows.size
-        blocks = self.rows.blocks(request, frontier_blocks * self.rows.size, from_block)
+        rows = rows or self.rows
+        frontier_blocks = final_tokens // rows.size
+        blocks = rows.blocks(request, frontier_blocks * rows.size, from_block)
         return Frontier(
             frontier_blocks=frontier_blocks,
             num_tokens=request.num_tokens,
@@ -176,19 +178,22 @@ class SchedulerPort:
         else:
             self._park(request)
 
-    def drained(self, request: Request, known_output: int, *, with_kv: bool = True) -> FrozenRequest | None:
-        """The frozen request, all its blocks pinned if they are to be copied, or None while a step in flight still
-        works on it."""
+    def drained(
+        self, request: Request, known_output: int, *, with_kv: bool = True, rows: BlockRows | None = None
+    ) -> FrozenRequest | None:
+        """The frozen request, all its blocks pinned if they are to be copied, counted in `rows`, or None while a step
+        in flight still works on it."""
         if request.num_in_flight_tokens or request.num_stale_output_tokens:
             return None
         computed = request.num_computed_tokens if with_kv else 0
-        blocks = self.rows.blocks(request, computed)
+        rows = rows or self.rows
+        blocks = rows.blocks(request, computed)
         states = self.rows.states(request, computed) if computed else []
         return FrozenRequest(
             request=request,
             num_tokens=request.num_tokens,
             computed_tokens=request.num_computed_tokens,
-            num_blocks=self.rows.rows_of(computed),
+            num_blocks=rows.rows_of(computed),
             block_ids=ids_of(blocks),
             state_ids=ids_of(states),
             output_token_ids=request.output_token_ids[known_output:],

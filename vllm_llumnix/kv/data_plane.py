@@ -41,8 +41,8 @@ from vllm_llumnix.kv.transport.mooncake import MooncakeNetwork
 from vllm_llumnix.kv.transport.nixl import NixlNetwork
 from vllm_llumnix.kv.transport.staged import Network, StagedTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
-from vllm_llumnix.kv.vllm_cache import layout_of, storage_of
-from vllm_llumnix.kv.vllm_types import ModelRunner, Worker
+from vllm_llumnix.kv.vllm_cache import arrangement_of, layout_of, storage_of
+from vllm_llumnix.kv.vllm_types import Worker
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class DataPlane:
     def __init__(self, worker: Worker, settings: WorkerSettings) -> None:
         self._settings = settings
         device = str(worker.device.type)
-        self.layout, self.unavailable = _layout_or_reason(worker.model_runner, device)
+        self.layout, self.unavailable = _layout_or_reason(worker, device)
         self.choice: kernels.Choice | None = None
         """The choice of the backend that copies blocks."""
         self.missing: dict[str, str] = {}
@@ -258,11 +258,11 @@ def _unbound_cpus() -> set[int]:
     return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
 
 
-def _layout_or_reason(model_runner: ModelRunner, device: str) -> tuple[BlockLayout, str | None]:
+def _layout_or_reason(worker: Worker, device: str) -> tuple[BlockLayout, str | None]:
     nothing = BlockLayout(base=0, storage_bytes=0, num_blocks=0, regions=(), layout="")
     if device not in ("cpu", "cuda"):
         return nothing, f"the KV cache lies on a {device} device, which no transport reads"
     try:
-        return layout_of(model_runner), None
+        return layout_of(worker.model_runner, arrangement_of(worker, device)), None
     except TransportUnavailable as error:
         return nothing, str(error)

@@ -16,8 +16,8 @@ or decoded: every page of every block lies within the allocation. Nothing below 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,6 +27,8 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 ADDRESS_SPACE = 2**63
+_MOST_PIECES: Final = 1 << 14
+"""Of a page, when it is cut: 128 heads of 128 dimensions each have one on a CPU."""
 
 
 class TensorRegion(msgspec.Struct, frozen=True):
@@ -43,14 +45,23 @@ class TensorRegion(msgspec.Struct, frozen=True):
     element_bytes: int = 2
 
 
+class Strip(msgspec.Struct, frozen=True):
+    """`count` pieces of a page, one behind the other, in each of which are `token_bytes` of every token, in turn."""
+
+    count: int
+    token_bytes: int
+
+
 class Cut(msgspec.Struct, frozen=True):
-    """Of every page, the part of its KV heads that is number `index` of `count` equal ones.
+    """Of every page, the part that is number `index` of `count` equal ones: of its KV heads, or of its tokens.
 
     Workers of one engine have all heads between them, so that those of an engine of more workers have parts of these.
+    Pages of more tokens hold several of fewer.
     """
 
     index: int
     count: int
+    of: Literal["heads", "tokens"] = "heads"
 
 
 class Cuts(NamedTuple):
@@ -67,8 +78,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
     """The KV memory of one worker: `num_blocks` blocks, `storage_bytes` bytes from `base` on.
 
     `layout` is vLLM's name of the dimension order, such as LBHNC. `heads`, `tokens`: how many a page has; both 0 where
-    its heads cannot be told apart. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would lie
-    outside the storage.
+    its heads cannot be told apart. `strips`: what a page repeats until it is full; empty where its tokens cannot be
+    told apart. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would lie outside the storage.
     """
 
     base: int
@@ -78,6 +89,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
     layout: str
     heads: int = 0
     tokens: int = 0
+    strips: tuple[Strip, ...] = ()
 
     def __post_init__(self) -> None:
         if self.base < 0 or self.storage_bytes < 0 or self.num_blocks < 0:
@@ -96,6 +108,18 @@ class BlockLayout(msgspec.Struct, frozen=True):
                 raise ValueError("a region reaches beyond the storage")
             if self.heads and region.page_bytes % (self.heads * self._rows):
                 raise ValueError(f"pages of {region.page_bytes} bytes for {self.heads} heads of {self.tokens} tokens")
+            if self.strips and not self._is_full_of_strips(region):
+                raise ValueError(f"pages of {region.page_bytes} bytes and {self.tokens} tokens, in {self.strips}")
+
+    def _is_full_of_strips(self, region: TensorRegion) -> bool:
+        if self.tokens < 1 or any(min(strip.count, strip.token_bytes) < 1 for strip in self.strips):
+            return False
+        return region.page_bytes % self._repeated == 0
+
+    @property
+    def _repeated(self) -> int:
+        """Bytes of what a page repeats."""
+        return self.tokens * sum(strip.count * strip.token_bytes for strip in self.strips)
 
     @property
     def _rows(self) -> int:
@@ -104,19 +128,36 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     def cut(self, cut: Cut | None) -> BlockLayout:
         """The same memory, pages of which are parts of these; whole ones without a cut. Cuts of two layouts have the
-        same pages if they are of as many heads. Raises ValueError."""
+        same pages if they are of as many heads, or of as many tokens. Raises ValueError."""
         if cut is None:
             return self
-        if not (0 <= cut.index < cut.count and self.heads and self.heads % cut.count == 0):
-            raise ValueError(f"part {cut.index} of {cut.count} of pages with {self.heads} heads")
+        there_are = self.heads if cut.of == "heads" else self.tokens * bool(self.strips)
+        if not (0 <= cut.index < cut.count and there_are and there_are % cut.count == 0):
+            raise ValueError(f"part {cut.index} of {cut.count} of pages with {there_are or 'unknown'} {cut.of}")
         regions = []
         for region in self.regions:
-            row = region.page_bytes // self._rows
-            part = row // cut.count
-            for at in range(0, region.page_bytes, row):
-                offset = region.offset + at + cut.index * part
+            for offset, length in self._pieces_of(region) if cut.of == "tokens" else self._rows_of(region):
+                part = length // cut.count
+                offset += region.offset + cut.index * part
                 regions.append(msgspec.structs.replace(region, offset=offset, page_bytes=part))
-        return msgspec.structs.replace(self, regions=tuple(regions), heads=0, tokens=0)
+        return msgspec.structs.replace(self, regions=tuple(regions), heads=0, tokens=0, strips=())
+
+    def _rows_of(self, region: TensorRegion) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of the pieces of a page in which all heads follow each other."""
+        row = region.page_bytes // self._rows
+        for at in range(0, region.page_bytes, row):
+            yield at, row
+
+    def _pieces_of(self, region: TensorRegion) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of the pieces of a page in which all tokens follow each other. Raises ValueError."""
+        num_repeated = region.page_bytes // self._repeated
+        if num_repeated * sum(strip.count for strip in self.strips) > _MOST_PIECES:
+            raise ValueError(f"pages in more than {_MOST_PIECES} pieces of all tokens")
+        at = 0
+        for strip in num_repeated * self.strips:
+            for _ in range(strip.count):
+                yield at, self.tokens * strip.token_bytes
+                at += self.tokens * strip.token_bytes
 
     @property
     def num_layers(self) -> int:

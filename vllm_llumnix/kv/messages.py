@@ -125,14 +125,15 @@ class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be copied from one engine to another, the same for each of its ranks.
 
     job: what the caller knows the copy by, no other one at the same time. src_blocks, dst_blocks: block ids, of the
-    same number; block `src_blocks[i]` goes to block `dst_blocks[i]`, and none is written twice. transport: its name.
-    deadline_s: seconds from the mover's receipt of it to the end of the copy. final: a stream waits for it, so that it
-    goes before all others. tag: for traces and fault points.
+    same number; block `src_blocks[i]` goes to block `dst_blocks[i]`, and none is written twice. cuts: which parts of
+    these. transport: its name. deadline_s: seconds from the mover's receipt of it to the end of the copy. final: a
+    stream waits for it, so that it goes before all others. tag: for traces and fault points.
     """
 
     job: int
     src_blocks: list[_BlockId]
     dst_blocks: list[_BlockId]
+    cuts: Cuts = WHOLE
     transport: str = "local"
     deadline_s: float
     final: bool = False
@@ -146,7 +147,6 @@ class Pull(BlockCopy, frozen=True, kw_only=True, tag="pull"):
     """
 
     peer: PeerMemory
-    cuts: Cuts = WHOLE
     capability: bytes = b""
     limit: Limit = UNLIMITED
     link: str = ""

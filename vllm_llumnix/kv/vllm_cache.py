@@ -14,18 +14,31 @@ import msgspec
 import torch
 
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
-from vllm_llumnix.kv.vllm_types import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, ModelRunner
+from vllm_llumnix.kv.layout import BlockLayout, Strip, TensorRegion
+from vllm_llumnix.kv.vllm_types import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, ModelRunner, Worker
 
 _CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
 _REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "RSWASpec", "CrossAttentionSpec", "SlidingWindowMLASpec"}
 _OF_HEADS = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec"}
 _NOT_OF_HEADS = {"MLAAttentionSpec"}
+_TRANSPOSED = {"vec", "vec16"}
+"""Arrangements of CPU kernels that keep the keys of a head transposed."""
 _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 
-def layout_of(model_runner: ModelRunner) -> BlockLayout:
-    """The layout of a model runner's KV cache: `kv_cache_config`, and the storage of `kv_caches`.
+def arrangement_of(worker: Worker, device: str) -> str:
+    """How the attention kernels pack the inside of a page."""
+    if device == "cpu":
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        return "+".join(sorted({isa for layer in layers if (isa := getattr(layer, "isa", None))})) or "none"
+    if device == "cuda":
+        return "cuda-{}.{}".format(*torch.cuda.get_device_capability(worker.device))
+    return device
+
+
+def layout_of(model_runner: ModelRunner, arrangement: str = "") -> BlockLayout:
+    """The layout of a model runner's KV cache: `kv_cache_config`, and the storage of `kv_caches`. `arrangement`: as
+    `arrangement_of` says it; without, tokens within a page are not told apart.
 
     Groups of layers share the memory: which of them a block belongs to is another matter for each block. A page of the
     layout is a place for one of any group.
@@ -54,7 +67,8 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
         )
     if len(config.kv_cache_groups) > 1:
         regions = _overlaid(regions, blocks_outside=layout.startswith("B"))
-    heads, tokens = _heads_and_tokens(list(spec_of.values()), layout)
+    specs = list(spec_of.values())
+    heads, tokens = _heads_and_tokens(specs, layout)
     return BlockLayout(
         base=storage.data_ptr(),
         storage_bytes=storage.nbytes(),
@@ -63,7 +77,35 @@ def layout_of(model_runner: ModelRunner) -> BlockLayout:
         layout=layout,
         heads=heads,
         tokens=tokens,
+        strips=_strips(specs, regions, heads * tokens, tokens if layout.endswith("NHC") else 1, arrangement),
     )
+
+
+def _strips(
+    specs: Sequence[KVCacheSpec], regions: Sequence[TensorRegion], num_vectors: int, num_rows: int, arrangement: str
+) -> tuple[Strip, ...]:
+    """What the inside of all pages repeats; nothing where that is not known, or not the same in all. `num_vectors`: of
+    keys and values that a page has, one for each head and token. `num_rows`: pieces in which all heads follow each
+    other.
+
+    Kernels of GPUs have keys and values of a token side by side. Those of CPUs without AMX keep the keys of a head
+    transposed, number by number, and its values behind them, token by token.
+    """
+    sizes = {region.page_bytes for region in regions}
+    if not num_vectors or len(sizes) != 1:
+        return ()
+    (page_bytes,) = sizes
+    vector = page_bytes // num_vectors
+    if arrangement.startswith("cuda"):
+        return (Strip(1, page_bytes // num_rows if num_rows > 1 else vector),)
+    attention = [cast(AttentionSpec, spec) for spec in specs]
+    of_keys = {(spec.head_size, int(spec.dtype.itemsize)) for spec in attention}
+    if arrangement not in _TRANSPOSED or len(of_keys) != 1:
+        return ()
+    head_size, element_bytes = of_keys.pop()
+    if vector != 2 * head_size * element_bytes:
+        return ()
+    return Strip(head_size, element_bytes), Strip(1, head_size * element_bytes)
 
 
 def _heads_and_tokens(specs: Sequence[KVCacheSpec], layout: str) -> tuple[int, int]:

@@ -38,6 +38,9 @@ class AttentionSpec(KVCacheSpec, Protocol):
     def num_kv_heads(self) -> int: ...
 
     @property
+    def head_size(self) -> int: ...
+
+    @property
     def unpadded_page_size_bytes(self) -> int: ...
 
 

@@ -18,7 +18,7 @@ from vllm_llumnix.kv.grants import CAPTURES
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS
 from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.vllm_cache import caches_of, has_states
+from vllm_llumnix.kv.vllm_cache import arrangement_of, caches_of, has_states
 from vllm_llumnix.kv.vllm_types import ModelRunner, SchedulerOutput, Sleeper, Worker, WorkerWrapper
 from vllm_llumnix.thinking_budget import BudgetHolder, sync_with_history
 
@@ -67,7 +67,7 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
             endpoint=plane.mover.endpoint,
             thread=plane.mover.thread,
             memory=plane.description,
-            isa=_isa(worker, device),
+            isa=arrangement_of(worker, device),
             device=device,
             weights=fingerprint(worker.model_runner.model),
             common_weights=common_fingerprint(worker.model_runner.model, worker.rank % tensor_parallel),
@@ -183,13 +183,3 @@ def _permit_amx() -> None:
     """Ask the kernel for AMX tiles: without, a first forward pass of few tokens dies of SIGILL."""
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         logger.warning("the kernel does not permit AMX tiles; vLLM's CPU kernels may crash")
-
-
-def _isa(worker: Worker, device: str) -> str:
-    """How the attention kernels pack the inside of a page."""
-    if device == "cpu":
-        layers = worker.vllm_config.compilation_config.static_forward_context.values()
-        return "+".join(sorted({isa for layer in layers if (isa := getattr(layer, "isa", None))})) or "none"
-    if device == "cuda":
-        return "cuda-{}.{}".format(*torch.cuda.get_device_capability(worker.device))
-    return device

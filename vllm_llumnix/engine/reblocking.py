@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from llumlet.protocol.errors import Reason, Refused
-from vllm_llumnix.engine.block_rows import NULL_ID, BlockRows
+from vllm_llumnix.engine.block_rows import BlockRows, to_copy
 from vllm_llumnix.kv.layout import WHOLE, Cut, Cuts
 
 _MOST_TOKENS: Final = 4096
@@ -75,12 +75,8 @@ class Pairing:
         """The copies by how their blocks are cut, without what a window has left behind on either side. `at_source`:
         block ids of each row; `here`: those of all these rows, one after the other."""
         found: defaultdict[Cuts, Pairs] = defaultdict(list)
-        for number, row in enumerate(at_source):
-            first = number * self.our_width
-            for there, place, cuts in self._units:
-                pair = row[there], here[first + place]
-                if NULL_ID not in pair:
-                    found[cuts].append(pair)
+        for there, place, cuts in self._units:
+            found[cuts] += to_copy((row[there] for row in at_source), here[place :: self.our_width])
         return found
 
 

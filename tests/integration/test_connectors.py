@@ -139,10 +139,10 @@ async def there_and_back(pair: Pair, stream: Stream) -> None:
 
 async def move_live(source: Server, destination: Server, stream: Stream) -> None:
     """A connector may still be copying what was computed where the request comes back to, or another one be on its way
-    there: then again."""
+    that is as much as may be: then again."""
     for _ in range(40):
         move = await move_stream(source, destination, stream, force=True)
-        if move.reason not in ("handover_open", "destination_busy"):
+        if move.reason not in ("handover_open", "source_busy", "destination_busy"):
             break
         await asyncio.sleep(0.05)
     assert (move.phase, move.mode) == ("moved", "live"), move

@@ -102,7 +102,7 @@ def commit_faults(request: types.CommitRequest) -> list[str]:
     faults = _handover_faults(request.handover)
     if (request.epoch.term, request.epoch.hop) <= (0, 0):
         faults.append("epoch must be above 0.0, at which a request is born")
-    return faults + _block_id_faults([*request.block_ids, *request.state_ids])
+    return faults + _block_id_faults([*request.block_ids, *request.state_ids, *request.accepted_state_ids])
 
 
 def adopt_faults(request: types.AdoptRequest) -> list[str]:

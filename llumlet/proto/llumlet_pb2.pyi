@@ -920,7 +920,7 @@ class CopyRoundResponse(_message.Message):
     def __init__(self, round: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("handover", "epoch", "base", "computed_tokens", "from_block", "block_ids", "new_token_ids", "state_ids")
+    __slots__ = ("handover", "epoch", "base", "computed_tokens", "from_block", "block_ids", "new_token_ids", "state_ids", "num_accepted_drafts", "accepted_state_ids")
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -929,6 +929,8 @@ class CommitRequest(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STATE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_STATE_IDS_FIELD_NUMBER: _ClassVar[int]
     handover: Handover
     epoch: Epoch
     base: int
@@ -937,7 +939,9 @@ class CommitRequest(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
     state_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., base: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., from_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., state_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_accepted_drafts: int
+    accepted_state_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., base: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., from_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., state_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., accepted_state_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("state", "reason", "detail", "copied_bytes", "recomputed_tokens", "phase_ms", "dst_incarnation")

@@ -157,9 +157,15 @@ def window(tokens: int, block_size: int = BLOCK_SIZE) -> KVCacheSpec:
     return SlidingWindowSpec(**_page(block_size), sliding_window=tokens)
 
 
-def states(mode: str, block_size: int) -> KVCacheSpec:
-    """Layers with a state instead."""
-    return MambaSpec(block_size=block_size, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+def states(mode: str, block_size: int, num_drafts: int = 0) -> KVCacheSpec:
+    """Layers with a state instead, and those behind so many drafts."""
+    return MambaSpec(
+        block_size=block_size,
+        shapes=((8, 8),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=num_drafts,
+    )
 
 
 def _page(block_size: int) -> dict[str, Any]:

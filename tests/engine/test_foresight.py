@@ -28,8 +28,8 @@ def test_states_beside_speculation() -> None:
     check = doctor.model(["--model", str(build(OTHER["qwen3-next"])), "--speculative-config", NGRAM])
     assert not check.problem
     assert check.result.startswith(
-        "requests move with their tokens alone (states that change with every step beside speculative decoding): "
-        "3 layers keep a state that changes with every step; 1 layers keep "
+        "requests move with their tokens alone (states that change with every step beside speculative decoding on the "
+        "V1 runner): 3 layers keep a state that changes with every step; 1 layers keep "
     )
 
 

@@ -155,6 +155,11 @@ def _states_of_drafts(engine: Any) -> None:
     engine.vllm_config.speculative_config = object()
 
 
+def _logged_states(engine: Any) -> None:
+    _one_more_group(engine, states("align", 32))
+    engine.vllm_config.cache_config.use_replayssm = True
+
+
 def _connector(engine: Any) -> None:
     engine.scheduler.connector = object()
 
@@ -178,7 +183,8 @@ def _routed_experts(engine: Any) -> None:
 
 KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "a KV cache of another kind than attention, windows and states": _compressed,
-    "states that change with every step beside speculative decoding": _states_of_drafts,
+    "states that change with every step beside speculative decoding on the V1 runner": _states_of_drafts,
+    "states that lag behind, with a log of what they lack (--use-replayssm)": _logged_states,
     "a KV connector of which moves know nothing (--kv-transfer-config)": _connector,
     "states that change with every step beside a KV connector": _connector_beside_states,
 }

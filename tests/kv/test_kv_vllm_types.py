@@ -34,6 +34,7 @@ FOUND = [
     (ours.KVCacheSpec, interface.KVCacheSpec),
     (ours.AttentionSpec, interface.FullAttentionSpec),
     (ours.AttentionSpec, interface.ChunkedLocalAttentionSpec),
+    (ours.StateSpec, interface.MambaSpec),
     (ours.UniformSpecs, interface.UniformTypeKVCacheSpecs),
     (ours.VllmConfig, VllmConfig),
     (ours.CompilationConfig, CompilationConfig),

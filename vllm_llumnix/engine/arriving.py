@@ -4,7 +4,7 @@ thread only. They are counted in rows, see `block_rows`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llumlet.protocol.effects import Pull
 from llumlet.protocol.errors import Reason, Refused
@@ -14,7 +14,7 @@ from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.engine.reblocking import Pairing, rows_between
 from vllm_llumnix.engine.reservations import Reserved
 from vllm_llumnix.errors import TransportError
-from vllm_llumnix.kv.layout import WHOLE
+from vllm_llumnix.kv.layout import WHOLE, Cuts, OfStates, cuts_behind
 from vllm_llumnix.kv.messages import BlockCopy
 
 
@@ -31,7 +31,8 @@ class ArrivingBlocks:
         self._memory: SourceMemory | None = None
         self._at_source: dict[int, Sequence[int]] = {}
         """Rows of block ids of the source."""
-        self._states_at_source: Sequence[int] = ()
+        self._states_at_source: Mapping[Cuts, Sequence[int]] = {}
+        """Blocks of the source with the latest states, by what of them is copied."""
         self._jobs: dict[int, int] = {}
         """The machine numbers its jobs from 1, the movers' are those of all moves."""
 
@@ -80,12 +81,23 @@ class ArrivingBlocks:
             at = width * (row - from_row)
             self._at_source[row] = block_ids[at : at + width]
 
-    def find_states_at_source(self, block_ids: Sequence[int]) -> None:
-        """The source says where the latest states are. Raises Refused unless it says so of each."""
-        num_states = self._context.loop.port.rows.num_states
-        if len(block_ids) != num_states:
-            raise Refused(Reason.INVALID_REQUEST, f"{len(block_ids)} states of {num_states}")
-        self._states_at_source = block_ids
+    def find_states_at_source(self, block_ids: Sequence[int], num_accepted: int, accepted_ids: Sequence[int]) -> None:
+        """The source says where the latest states are: behind so many accepted drafts, recurrent ones have blocks of
+        their own. Raises Refused unless it says so of each."""
+        rows = self._context.loop.port.rows
+        if len(block_ids) != rows.num_states or len(accepted_ids) != (rows.num_states if num_accepted else 0):
+            problem = f"{len(block_ids)} states and {len(accepted_ids)} behind drafts, of {rows.num_states}"
+            raise Refused(Reason.INVALID_REQUEST, problem)
+        if num_accepted > rows.num_drafts:
+            raise Refused(Reason.INVALID_REQUEST, f"{num_accepted} drafts accepted of {rows.num_drafts}")
+        self._states_at_source = {WHOLE: block_ids}
+        if num_accepted:
+            assert self._memory is not None
+            places: dict[OfStates, Sequence[int]] = {"inputs": block_ids, "recurrent": accepted_ids}
+            self._states_at_source = {
+                cuts_behind(num_accepted, kind): places[kind]
+                for kind in sorted({part.is_of for rank in self._memory.ranks for part in rank.layout.states})
+            }
 
     async def pull(self, wanted: Pull, *, final: bool, deadline_s: float) -> int:
         """Copy the rows that the machine says, and with the last of them the latest states; returns the bytes of all
@@ -103,9 +115,8 @@ class ArrivingBlocks:
             raise Refused(Reason.INVALID_REQUEST, detail)
         here = self.here.block_ids[width * rows.start : width * rows.stop]
         copied = dict(self._pairing.pairs([self._at_source[row] for row in rows], here))
-        if final:
-            states = zip(self._states_at_source, self.here.state_ids, strict=True)
-            copied[WHOLE] = [*copied.get(WHOLE, []), *states]
+        for cuts, states in self._states_at_source.items() if final else ():
+            copied[cuts] = [*copied.get(cuts, []), *zip(states, self.here.state_ids, strict=True)]
         copies = [
             BlockCopy(
                 job=self._job(wanted.job),
@@ -129,7 +140,7 @@ class ArrivingBlocks:
     def shed(self) -> None:
         """Lets go of everything: nothing of it is needed any more."""
         self._memory = None
-        self.here, self._at_source, self._states_at_source = Reserved(), {}, ()
+        self.here, self._at_source, self._states_at_source = Reserved(), {}, {}
 
     def _job(self, job: int) -> int:
         if job not in self._jobs:

@@ -6,7 +6,8 @@ every step instead of something for each token. Who moves a request counts in ro
 
     row n    the blocks of tokens [n * size, (n + 1) * size) of every group that keeps tokens: `width` of them, group by
              group, vLLM's null block (id 0) where a window has gone on or nothing is there yet
-    states   of every other group, the one block with the state behind the last computed token
+    states   of every other group, the one block with the state behind the last computed token; see `latest_states` for
+             what that is beside speculative decoding
 
 Final blocks of a row do not change any more; states do until the request is frozen.
 """
@@ -18,6 +19,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -28,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_llumnix.engine.vllm_types import Block, GroupManager, Request, Scheduler
-from vllm_llumnix.kv.vllm_types import KVCacheGroup
+from vllm_llumnix.kv.vllm_types import KVCacheGroup, StateSpec
 
 NULL_ID = 0
 """That of vLLM's null block."""
@@ -74,6 +76,12 @@ class BlockRows:
         self.takes_kv = bool(kinds) and None not in kinds
         self.is_simple = kinds == [Kind.ALL]
         self._states = {index: managers[index] for index, kind in enumerate(kinds) if kind is Kind.STATE}
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        state_specs = [cast(StateSpec, groups[index].kv_cache_spec) for index in self._states]
+        self.num_drafts = max((spec.num_speculative_blocks for spec in state_specs), default=0)
+        """Drafts of a step: of each group with states a request holds a block for each, behind that for the state."""
+        self.state_size = max((int(manager.block_size) for manager in self._states.values()), default=0)
+        """Tokens between two states that are kept."""
         sizes = {index: int(managers[index].block_size) for index in tokens}
         self.size = math.lcm(*sizes.values()) if sizes else int(scheduler.block_size)
         self._sizes = sizes
@@ -127,10 +135,11 @@ class BlockRows:
         tables = self._manager.get_blocks(request.request_id).blocks
         return self.rows_of(max(len(tables[index]) * size for index, size in self._sizes.items()))
 
-    def states(self, request: Request, computed_tokens: int) -> list[Block]:
-        """The states behind `computed_tokens` tokens, which are computed, one of each group that has them."""
+    def states(self, request: Request, num_tokens: int, num_accepted: int = 0) -> list[Block]:
+        """The states behind `num_tokens` tokens, which are computed, one of each group that has them. Beside drafts,
+        that many are what the last step was given, and the state looked for is that behind `num_accepted` drafts."""
         tables = self._manager.get_blocks(request.request_id).blocks
-        return [tables[index][_place(manager, computed_tokens)] for index, manager in self._states.items()]
+        return [tables[index][_place(manager, num_tokens) + num_accepted] for index, manager in self._states.items()]
 
     def states_to_come(self, request: Request) -> list[Block]:
         """Of a reservation, the blocks for its states, wherever they are in their tables; they stay the same ones."""
@@ -139,13 +148,15 @@ class BlockRows:
 
     def seat_states(self, request: Request, computed_tokens: int) -> None:
         """Puts the states of a reservation where the scheduler will look for those behind `computed_tokens` tokens, as
-        the last of their tables. It was made, and perhaps grown, for other numbers of tokens."""
+        the last of their tables but for those of drafts. It was made, and perhaps grown, for other numbers of tokens.
+        """
         pool = self._manager.block_pool
         for manager in self._states.values():
             table = manager.req_to_blocks[request.request_id]
             held = present(table)
-            table[:] = [pool.null_block] * _place(manager, computed_tokens) + held[:1]
-            pool.free_blocks(reversed(held[1:]))
+            kept = 1 + self.num_drafts
+            table[:] = [pool.null_block] * _place(manager, computed_tokens) + held[:kept]
+            pool.free_blocks(reversed(held[kept:]))
 
     def num_held(self, request: Request) -> int:
         """Blocks of all groups."""

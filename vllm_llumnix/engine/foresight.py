@@ -52,9 +52,10 @@ def foresee(flags: Sequence[str]) -> Foresight:
     with set_current_vllm_config(config):
         planned = _plan(config)
     connector = object() if config.kv_transfer_config is not None else None
-    engine: Any = SimpleNamespace(
-        vllm_config=config, scheduler=SimpleNamespace(kv_cache_config=planned, connector=connector)
+    scheduler = SimpleNamespace(
+        kv_cache_config=planned, connector=connector, use_v2_model_runner=config.use_v2_model_runner
     )
+    engine: Any = SimpleNamespace(vllm_config=config, scheduler=scheduler)
     layers: Counter[str] = Counter()
     for group in planned.kv_cache_groups:
         kind = kind_of(group)

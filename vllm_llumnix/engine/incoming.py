@@ -129,7 +129,8 @@ class IncomingMove(Shell[Destination]):
             self._commit_seen = True
             self.blocks.find_at_source(request.from_block, num_rows, request.block_ids)
             if request.computed_tokens:
-                self.blocks.find_states_at_source(request.state_ids)
+                accepted = request.num_accepted_drafts
+                self.blocks.find_states_at_source(request.state_ids, accepted, request.accepted_state_ids)
             self._append(request.new_token_ids)
             if self.request is not None:
                 recomputed = self.request.num_tokens - request.computed_tokens - 1

@@ -92,12 +92,13 @@ class LeavingRequest(Leaving):
     def unfreeze(self, client_index: int, is_in_doubt: bool) -> None:
         """Has it go on here, with its outputs for that client. `is_in_doubt`: the destination has not said that it does
         not take the request; it is told later that it may not, and until then it may read the blocks, and publish what
-        it makes of them. So states, which the next step would change, are left as they are."""
+        it makes of them. So states, which the next step would change, are left as they are. Where workers do not know
+        the latest state any more, the request is computed again as well."""
         self._loop.unwatch(self.request.request_id)
         if not self.request.is_finished():
             self.request.client_index = client_index
             self._port.unfreeze(self.request)
-            if is_in_doubt and self._port.rows.num_states:
+            if self._port.rows.num_states and (is_in_doubt or self._port.latest_states.are_lost_by_waiting):
                 self._port.start_over(self.request)
 
     def release(self) -> None:

@@ -275,10 +275,12 @@ class OutgoingMove(Shell[Source]):
             from_block=effect.from_block,
             block_ids=frozen.block_ids[self.leaving.rows.width * effect.from_block :],
             state_ids=frozen.state_ids,
+            num_accepted_drafts=frozen.num_accepted,
+            accepted_state_ids=frozen.accepted_ids,
             new_token_ids=frozen.output_token_ids,
         )
         faults.hit("source.frozen")
-        await self._let_send([*request.block_ids, *request.state_ids])
+        await self._let_send([*request.block_ids, *request.state_ids, *request.accepted_state_ids])
         sent = time.perf_counter()
         answer = await self._calls.commit(request)
         if answer is None:

@@ -294,9 +294,18 @@ KV_REFUSED_ENGINES = (
         "compressed tokens, rings, caches on the host (DeepSeek V4, HiSparse)",
     ),
     RefusedEngine(
-        "states that change with every step beside speculative decoding",
-        lambda engine: engine.vllm_config.speculative_config is not None and _has_states(engine),
-        "which of several states is the latest is known to the worker alone",
+        "states that change with every step beside speculative decoding on the V1 runner",
+        lambda engine: (
+            engine.vllm_config.speculative_config is not None
+            and _has_states(engine)
+            and not engine.scheduler.use_v2_model_runner
+        ),
+        "it forgets how many drafts were accepted of a request that is left out of a step, as a frozen one is",
+    ),
+    RefusedEngine(
+        "states that lag behind, with a log of what they lack (--use-replayssm)",
+        lambda engine: engine.vllm_config.cache_config.use_replayssm and _has_states(engine),
+        "how much of the log counts is known to the worker alone; vLLM has no KV connector beside it, either",
     ),
     RefusedEngine(
         "a KV connector of which moves know nothing (--kv-transfer-config)",

@@ -99,13 +99,20 @@ tokens in every table that keeps tokens.
 | the rest | no block is held for what the window has left behind; hits count as far as every table has them \
 | Gemma 3, gpt-oss, windows in every layer |
 | a state: Mamba, linear attention, short convolutions | nothing | one block a table, counted in the stall budget \
-| put where the scheduler looks for it; no hits | Qwen3-Next |
+| put where the scheduler looks for it; no hits | Qwen3-Next, also beside drafts |
 
 Measured (`tests/integration/test_hybrids.py`): prompts longer than four windows, there and back in the middle of a
 stream, with the tokens of an unmoved run, in bfloat16 as well; a corrupted key or state of each table changes them; a
 drain, and `kill -9` of the owner; an engine that hangs, from which windows are fetched, but no states: the step may be
 in the middle of one. Under the V2 runner and asynchronous scheduling (`tests/runner_v2/test_hybrids.py`): there and
 back, all four, with log probabilities.
+
+Beside speculative decoding a step leaves a state behind each draft. What moves is that behind the last accepted one, to
+where a step without drafts looks for it, with the V2 runner: Qwen3-Next there and back while drafts are accepted
+(`tests/runner_v2/test_states_beside_drafts.py`), by the log probabilities of its tokens, since a draft rounds otherwise
+in bfloat16; whatever is accepted, against vLLM's own schedulers, synchronous and not
+(`tests/engine/test_latest_states.py`), and against the functions by which vLLM carries a state on
+(`tests/kv/test_kv_states.py`).
 
 A stream of 4,096 tokens stands still for 1.3 to 1.4 gaps between its tokens (Gemma 3 1.37, gpt-oss 1.27, windows in
 every layer 1.40, Qwen3-Next 1.31, Llama 1.27) where a step takes 19 to 45 ms (16 layers, hidden size 512): `python -m

@@ -32,6 +32,7 @@ from vllm_llumnix.engine.block_rows import BlockRows, ids_of, present
 from vllm_llumnix.engine.cached_blocks import CachedBlocks
 from vllm_llumnix.engine.computed_tokens import computed_tokens_of
 from vllm_llumnix.engine.connectors import Connectors
+from vllm_llumnix.engine.latest_states import LatestStates
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.request_state import why_not_now
@@ -66,7 +67,8 @@ class Frontier:
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenRequest:
     """A request that no step in flight will touch any more; every block is pinned, or none if it leaves them behind.
-    `num_blocks`: rows; `block_ids`: their blocks."""
+    `num_blocks`: rows; `block_ids`: their blocks. `num_accepted`: drafts of its last step, behind which recurrent
+    states are in blocks of their own, `accepted_ids`; none if nothing was accepted."""
 
     request: Request
     num_tokens: int
@@ -76,6 +78,8 @@ class FrozenRequest:
     state_ids: list[int]
     output_token_ids: Sequence[int]
     pin: Pin
+    num_accepted: int = 0
+    accepted_ids: list[int] = dataclasses.field(default_factory=list)
 
 
 class SchedulerPort:
@@ -94,6 +98,7 @@ class SchedulerPort:
         self.newcomers = Newcomers(scheduler)
         self._ageing = Ageing(scheduler, ageing_s)
         self.rows = BlockRows(scheduler)
+        self.latest_states = LatestStates(scheduler, self.rows)
         self.connectors = Connectors(scheduler)
         self.reservations = Reservations(scheduler, self.rows, self.load, self.newcomers, self.connectors)
         self.shortage = Shortage(scheduler, self.load.num_preemptions, holds=self.rows.is_simple)
@@ -182,13 +187,24 @@ class SchedulerPort:
         self, request: Request, known_output: int, *, with_kv: bool = True, rows: BlockRows | None = None
     ) -> FrozenRequest | None:
         """The frozen request, all its blocks pinned if they are to be copied, counted in `rows`, or None while a step
-        in flight still works on it."""
-        if request.num_in_flight_tokens or request.num_stale_output_tokens:
-            return None
+        in flight still works on it. It is asked for at every turn of the loop, and may be given one step more to come
+        to where it can be copied."""
         computed = request.num_computed_tokens if with_kv else 0
+        is_in_flight = bool(request.num_in_flight_tokens or request.num_stale_output_tokens)
+        if not is_in_flight and computed and self.latest_states.of(request).is_put_elsewhere:
+            if request.request_id in self._frozen:
+                self.unfreeze(request)
+            return None
+        if request.request_id not in self._frozen:
+            self.freeze(request)
+        if is_in_flight:
+            return None
         rows = rows or self.rows
         blocks = rows.blocks(request, computed)
-        states = self.rows.states(request, computed) if computed else []
+        latest = self.latest_states.of(request)
+        num_accepted = latest.num_accepted if computed else 0
+        states = self.rows.states(request, latest.num_tokens) if computed else []
+        accepted = self.rows.states(request, latest.num_tokens, num_accepted) if num_accepted else []
         return FrozenRequest(
             request=request,
             num_tokens=request.num_tokens,
@@ -197,7 +213,9 @@ class SchedulerPort:
             block_ids=ids_of(blocks),
             state_ids=ids_of(states),
             output_token_ids=request.output_token_ids[known_output:],
-            pin=self._pin([*blocks, *states]),
+            pin=self._pin([*blocks, *states, *accepted]),
+            num_accepted=num_accepted,
+            accepted_ids=ids_of(accepted),
         )
 
     def unfreeze(self, request: Request) -> None:

@@ -136,7 +136,7 @@ SEAMS = Seams(
     _scheduler(
         "update_from_output",
         Kind.WRAPPED,
-        "load: what was computed; and how long its batch took",
+        "load: what was computed; how long its batch took; how many drafts were accepted, where there are states",
         _LOAD,
         _LOAD_TEST,
     ),

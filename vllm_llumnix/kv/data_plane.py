@@ -263,6 +263,7 @@ def _layout_or_reason(worker: Worker, device: str) -> tuple[BlockLayout, str | N
     if device not in ("cpu", "cuda"):
         return nothing, f"the KV cache lies on a {device} device, which no transport reads"
     try:
-        return layout_of(worker.model_runner, arrangement_of(worker, device)), None
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        return layout_of(worker.model_runner, arrangement_of(worker, device), layers), None
     except TransportUnavailable as error:
         return nothing, str(error)

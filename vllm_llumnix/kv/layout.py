@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ids: TypeAlias = npt.NDArray[np.int64]
+OfStates: TypeAlias = Literal["recurrent", "inputs"]
 
 ADDRESS_SPACE = 2**63
 _MOST_PIECES: Final = 1 << 14
@@ -52,16 +53,34 @@ class Strip(msgspec.Struct, frozen=True):
     token_bytes: int
 
 
+class StatePart(msgspec.Struct, frozen=True):
+    """What of the page of a state its next step looks at: `num_bytes` bytes from `offset` on.
+
+    Beside speculative decoding there is a state for each draft that may be accepted. A recurrent one has a block of its
+    own for each; the inputs of a convolution begin `step_bytes` further on in the same block for each.
+    """
+
+    offset: int
+    num_bytes: int
+    step_bytes: int = 0
+
+    @property
+    def is_of(self) -> OfStates:
+        """As in `Cut`."""
+        return "inputs" if self.step_bytes else "recurrent"
+
+
 class Cut(msgspec.Struct, frozen=True):
     """Of every page, the part that is number `index` of `count` equal ones: of its KV heads, or of its tokens.
 
     Workers of one engine have all heads between them, so that those of an engine of more workers have parts of these.
-    Pages of more tokens hold several of fewer.
+    Pages of more tokens hold several of fewer. Of a state the recurrent parts, all of them (number 0 of 1), or the
+    inputs behind so many accepted drafts.
     """
 
     index: int
     count: int
-    of: Literal["heads", "tokens"] = "heads"
+    of: Literal["heads", "tokens", "recurrent", "inputs"] = "heads"
 
 
 class Cuts(NamedTuple):
@@ -74,12 +93,21 @@ class Cuts(NamedTuple):
 WHOLE: Final = Cuts()
 
 
+def cuts_behind(num_accepted: int, kind: OfStates) -> Cuts:
+    """The copy of one kind of parts of the state behind so many accepted drafts, to where it is without drafts."""
+    if kind == "recurrent":
+        return Cuts(Cut(0, 1, kind), Cut(0, 1, kind))
+    count = num_accepted + 1
+    return Cuts(Cut(num_accepted, count, kind), Cut(0, count, kind))
+
+
 class BlockLayout(msgspec.Struct, frozen=True):
     """The KV memory of one worker: `num_blocks` blocks, `storage_bytes` bytes from `base` on.
 
     `layout` is vLLM's name of the dimension order, such as LBHNC. `heads`, `tokens`: how many a page has; both 0 where
     its heads cannot be told apart. `strips`: what a page repeats until it is full; empty where its tokens cannot be
-    told apart. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would lie outside the storage.
+    told apart. `states`: what is in a page that has a state, if drafts are computed beside it. Raises ValueError
+    (`msgspec.ValidationError` when decoded) if a page would lie outside the storage.
     """
 
     base: int
@@ -90,6 +118,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
     heads: int = 0
     tokens: int = 0
     strips: tuple[Strip, ...] = ()
+    states: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.base < 0 or self.storage_bytes < 0 or self.num_blocks < 0:
@@ -110,6 +139,11 @@ class BlockLayout(msgspec.Struct, frozen=True):
                 raise ValueError(f"pages of {region.page_bytes} bytes for {self.heads} heads of {self.tokens} tokens")
             if self.strips and not self._is_full_of_strips(region):
                 raise ValueError(f"pages of {region.page_bytes} bytes and {self.tokens} tokens, in {self.strips}")
+            for part in self.states:
+                if min(part.offset, part.num_bytes - 1, part.step_bytes) < 0:
+                    raise ValueError("a part of a state with a negative place or step, or of no bytes")
+                if part.offset + part.num_bytes > region.page_bytes:
+                    raise ValueError("a part of a state reaches beyond its page")
 
     def _is_full_of_strips(self, region: TensorRegion) -> bool:
         if self.tokens < 1 or any(min(strip.count, strip.token_bytes) < 1 for strip in self.strips):
@@ -131,16 +165,33 @@ class BlockLayout(msgspec.Struct, frozen=True):
         same pages if they are of as many heads, or of as many tokens. Raises ValueError."""
         if cut is None:
             return self
+        regions = []
+        for region in self.regions:
+            for offset, length in self._parts_of(region, cut):
+                regions.append(msgspec.structs.replace(region, offset=region.offset + offset, page_bytes=length))
+        return msgspec.structs.replace(self, regions=tuple(regions), heads=0, tokens=0, strips=(), states=())
+
+    def _parts_of(self, region: TensorRegion, cut: Cut) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of what a cut leaves of a page."""
+        if cut.of in ("recurrent", "inputs"):
+            yield from self._parts_of_states(region, cut)
+            return
         there_are = self.heads if cut.of == "heads" else self.tokens * bool(self.strips)
         if not (0 <= cut.index < cut.count and there_are and there_are % cut.count == 0):
             raise ValueError(f"part {cut.index} of {cut.count} of pages with {there_are or 'unknown'} {cut.of}")
-        regions = []
-        for region in self.regions:
-            for offset, length in self._pieces_of(region) if cut.of == "tokens" else self._rows_of(region):
-                part = length // cut.count
-                offset += region.offset + cut.index * part
-                regions.append(msgspec.structs.replace(region, offset=offset, page_bytes=part))
-        return msgspec.structs.replace(self, regions=tuple(regions), heads=0, tokens=0, strips=())
+        for offset, length in self._pieces_of(region) if cut.of == "tokens" else self._rows_of(region):
+            part = length // cut.count
+            yield offset + cut.index * part, part
+
+    def _parts_of_states(self, region: TensorRegion, cut: Cut) -> Iterator[tuple[int, int]]:
+        parts = [part for part in self.states if part.is_of == cut.of]
+        if not (0 <= cut.index < cut.count and parts):
+            raise ValueError(f"part {cut.index} of {cut.count} of pages with {len(parts)} parts that are {cut.of}")
+        for part in parts:
+            offset = part.offset + cut.index * part.step_bytes
+            if offset + part.num_bytes > region.page_bytes:
+                raise ValueError(f"inputs behind {cut.index} drafts lie beyond their page")
+            yield offset, part.num_bytes
 
     def _rows_of(self, region: TensorRegion) -> Iterator[tuple[int, int]]:
         """(offset, bytes) of the pieces of a page in which all heads follow each other."""

@@ -14,8 +14,16 @@ import msgspec
 import torch
 
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, Strip, TensorRegion
-from vllm_llumnix.kv.vllm_types import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, ModelRunner, Worker
+from vllm_llumnix.kv.layout import BlockLayout, StatePart, Strip, TensorRegion
+from vllm_llumnix.kv.vllm_types import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    ModelRunner,
+    StateSpec,
+    Worker,
+)
 
 _CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
 _REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "RSWASpec", "CrossAttentionSpec", "SlidingWindowMLASpec"}
@@ -36,9 +44,10 @@ def arrangement_of(worker: Worker, device: str) -> str:
     return device
 
 
-def layout_of(model_runner: ModelRunner, arrangement: str = "") -> BlockLayout:
+def layout_of(model_runner: ModelRunner, arrangement: str = "", layers: Mapping[str, Any] | None = None) -> BlockLayout:
     """The layout of a model runner's KV cache: `kv_cache_config`, and the storage of `kv_caches`. `arrangement`: as
-    `arrangement_of` says it; without, tokens within a page are not told apart.
+    `arrangement_of` says it; without, tokens within a page are not told apart. `layers`: those with a state, if drafts
+    are computed beside it, by their names.
 
     Groups of layers share the memory: which of them a block belongs to is another matter for each block. A page of the
     layout is a place for one of any group.
@@ -78,7 +87,60 @@ def layout_of(model_runner: ModelRunner, arrangement: str = "") -> BlockLayout:
         heads=heads,
         tokens=tokens,
         strips=_strips(specs, regions, heads * tokens, tokens if layout.endswith("NHC") else 1, arrangement),
+        states=_state_parts(model_runner, regions, storage.data_ptr(), layers or {}),
     )
+
+
+def _state_parts(
+    model_runner: ModelRunner, regions: Sequence[TensorRegion], base: int, layers: Mapping[str, Any]
+) -> tuple[StatePart, ...]:
+    """What is in the page of a state beside which drafts are computed; nothing if there is none. vLLM knows how it
+    carries a state on from the last accepted draft: it is asked for the first and for the second.
+
+    Raises TransportUnavailable where that is not so, or not the same in all pages.
+    """
+    found: dict[str, list[StatePart]] = {}
+    for group in model_runner.kv_cache_config.kv_cache_groups:
+        for layer, spec in _spec_of(group).items():
+            if "MambaSpec" in _kinds_of(spec) and (num_drafts := cast(StateSpec, spec).num_speculative_blocks):
+                found[layer] = _parts_of(model_runner, cast(StateSpec, spec), layers[layer].kv_cache, num_drafts)
+    if not found:
+        return ()
+    (region, *others) = regions
+    if others:
+        raise TransportUnavailable("states beside drafts lie in pages of several kinds")
+    parts = set()
+    for of_layer in found.values():
+        for part in of_layer:
+            within = part.offset - base - region.offset
+            within %= region.layer_stride or region.block_stride
+            parts.add(msgspec.structs.replace(part, offset=within))
+    if region.num_layers > 1 and len(parts) != len(next(iter(found.values()))):
+        raise TransportUnavailable("states beside drafts have other places in other layers")
+    return tuple(sorted(parts, key=lambda part: part.offset))
+
+
+def _parts_of(
+    model_runner: ModelRunner, spec: StateSpec, states: Sequence[torch.Tensor], num_drafts: int
+) -> list[StatePart]:
+    """Those of one layer, with addresses in block 0."""
+    try:
+        model = cast(Any, model_runner.model)
+        functions = model.get_mamba_state_copy_funcs({spec.mamba_type})[spec.mamba_type]
+        parts = []
+        for state, copied in zip(states, functions, strict=True):
+            first, second = (copied(state, [0, 1], 0, accepted) for accepted in (1, 2))
+            steps = second.start_addr - first.start_addr
+            in_one_block = steps < state.stride(0) * state.element_size()
+            step_elements = first.num_elements - second.num_elements
+            num_elements = first.num_elements - num_drafts * step_elements
+            if in_one_block is not bool(step_elements) or num_elements < 1:
+                raise TransportUnavailable(f"a state of {first.num_elements} elements beside {num_drafts} drafts")
+            num_bytes = num_elements * state.element_size()
+            parts.append(StatePart(first.start_addr, num_bytes, steps if in_one_block else 0))
+        return parts
+    except (AttributeError, AssertionError, KeyError, ValueError) as error:
+        raise TransportUnavailable(f"vLLM does not say how these states are carried on: {error}") from error
 
 
 def _strips(

@@ -44,6 +44,14 @@ class AttentionSpec(KVCacheSpec, Protocol):
     def unpadded_page_size_bytes(self) -> int: ...
 
 
+class StateSpec(KVCacheSpec, Protocol):
+    """That of a layer with a state instead."""
+
+    mamba_type: enum.Enum
+    num_speculative_blocks: int
+    """Drafts that may be computed behind it, each of which has a block."""
+
+
 class UniformSpecs(KVCacheSpec, Protocol):
     """Those of layers that differ and have one block table nevertheless."""
 

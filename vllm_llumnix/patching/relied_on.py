@@ -50,6 +50,9 @@ _V1_BATCH = "vllm/v1/worker/gpu_input_batch.py"
 _BUDGETS = "vllm/v1/sample/thinking_budget_state.py"
 _V2_RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _V2_STATES = "vllm/v1/worker/gpu/states.py"
+_V2_HYBRID = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
+_STATES = "vllm/v1/worker/mamba_utils.py"
+_STATE_PARTS = "vllm/model_executor/layers/mamba/mamba_utils.py"
 _CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/v1"
 
 RELIED_ON: tuple[Reliance, ...] = (
@@ -103,6 +106,15 @@ RELIED_ON: tuple[Reliance, ...] = (
         "MambaManager",
         refuses=True,
     ),
+    # Where workers leave the states of drafts, and how they go on from the last that was accepted.
+    *_of(
+        _STATES,
+        "engine/latest_states.py",
+        "preprocess_mamba_align_fused_kernel postprocess_mamba_fused_kernel",
+        refuses=True,
+    ),
+    *_of(_V2_HYBRID, "engine/latest_states.py", "add_request postprocess_state", "MambaHybridModelState", refuses=True),
+    *_of(_STATE_PARTS, "kv/vllm_cache.py", "get_conv_copy_spec get_temporal_copy_spec", refuses=True),
     *_of(_CACHE, "engine/load_events.py", "prefix_cache_lookup_enabled", "KVCacheManager"),
     *_of(_COORDINATOR, "engine/load_events.py", "find_longest_cache_hit", "UnitaryKVCacheCoordinator"),
     *_of(_POOL, "engine/scheduler_port.py", "touch free_blocks", "BlockPool", refuses=True),

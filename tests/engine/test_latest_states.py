@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States beside speculative decoding, moved between two of vLLM's real schedulers. Of each block it is written down
+behind how many tokens the recurrent state in it is, and where the inputs of the convolution begin: what vLLM's workers
+do with drafts, by their own rules (`vllm.v1.worker.mamba_utils`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+from tests.engine.rig import Rig, full, states
+from vllm_llumnix.engine.block_rows import NULL_ID
+
+NUM_DRAFTS = 3
+SIZE = 32
+GROUPS: dict[str, list[KVCacheSpec]] = {
+    "kept": [full(), states("align", SIZE, NUM_DRAFTS), states("align", SIZE, NUM_DRAFTS)],
+    "one at a time": [full(), states("none", 2048, NUM_DRAFTS)],
+}
+
+
+class State(NamedTuple):
+    """What lies in a block: tokens behind which the recurrent state is, and behind which the inputs begin."""
+
+    recurrent: int = -1
+    inputs: int = -1
+
+
+class Step(NamedTuple):
+    """What a step in flight has of one request."""
+
+    num_tokens: int
+    tables: list[list[int]]
+    """Of the groups with states."""
+
+
+class DraftRig(Rig):
+    """One whose runner drafts, and accepts of its drafts what a die says. `content`: of each block of a state."""
+
+    def __init__(self, model: Path, groups: Sequence[KVCacheSpec], asynchronous: bool, seed: int) -> None:
+        speculation = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 4}
+        super().__init__(
+            model,
+            num_blocks=128,
+            groups=groups,
+            asynchronous=asynchronous,
+            runner_v2=True,
+            speculative_config=speculation,
+        )
+        self.content: dict[int, State] = {}
+        self.state_groups = range(1, len(groups))
+        self.is_aligned = groups[1].mamba_cache_mode == "align"  # type: ignore[attr-defined]
+        self.dice = random.Random(seed)
+        self.accepted = self.most_accepted = 0
+        self._steps: list[dict[str, Step]] = []
+
+    def begin(self) -> SchedulerOutput:
+        output = super().begin()
+        tables = {
+            name: [self.block_ids(self.scheduler.requests[name], group) for group in self.state_groups]
+            for name in output.num_scheduled_tokens
+        }
+        self._steps.append({name: Step(count, tables[name]) for name, count in output.num_scheduled_tokens.items()})
+        return output
+
+    def drain_one(self) -> list[EngineCoreOutput]:
+        output, chunks = self._in_flight.popleft()
+        steps, requests = self._steps.pop(0), self.scheduler.requests
+        made = self.runner.run(output, chunks)
+        drafts = output.scheduled_spec_decode_tokens
+        for index, name in enumerate(made.req_ids):
+            accepted = self.dice.randint(0, len(drafts.get(name, ())))
+            self.accepted, self.most_accepted = accepted, max(self.most_accepted, accepted)
+            if made.sampled_token_ids[index]:
+                made.sampled_token_ids[index] *= 1 + accepted
+            if name in requests:
+                self._compute(steps[name].tables, self._end_of(name), len(drafts.get(name, ())), accepted)
+        emitted = self.scheduler.update_from_output(output, made)
+        self._draft(made)
+        return [one for outputs in emitted.values() for one in outputs.outputs]
+
+    def _end_of(self, name: str) -> int:
+        """The last token that the oldest step in flight has been given, which knows what came out of those before."""
+        later = sum(step[name].num_tokens for step in self._steps if name in step)
+        return int(self.scheduler.requests[name].num_computed_tokens) - later
+
+    def _compute(self, tables: Sequence[list[int]], end: int, num_drafts: int, accepted: int) -> None:
+        """As the workers do with a step that was given the tokens to `end`, drafts last."""
+        column = (end - 1) // SIZE if self.is_aligned else 0
+        first = end - num_drafts
+        for table in tables:
+            for draft in range(1 + num_drafts):
+                block = table[column + draft]
+                assert block != NULL_ID
+                self.content[block] = State(first + draft, first if draft == 0 else -1)
+            if self.is_aligned and accepted and first + accepted == SIZE * (column + 1):
+                # On its way to the first place, and nobody is told when it is there.
+                self.content[table[column]] = State()
+
+    def _draft(self, made: ModelRunnerOutput) -> None:
+        if self.depth == 1:
+            names = [name for name in made.req_ids if name in self.scheduler.requests]
+            drafts = [[7] * self.dice.randint(0, NUM_DRAFTS) for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+
+def moved(source: DraftRig, destination: DraftRig, old: Any) -> Any:
+    """By a blocking move."""
+    computed = old.num_computed_tokens - old.num_in_flight_tokens
+    new = destination.request("a", num_prompt=old.num_prompt_tokens, max_tokens=old.max_tokens)
+    new.append_output_token_ids(list(old.output_token_ids))
+    destination.port.reservations.make(new, use_prefix_cache=False, computed_tokens=computed)
+    known = old.num_output_tokens
+    source.port.freeze(old)
+    while (frozen := source.port.drained(old, known)) is None:
+        source.turn()
+    new.append_output_token_ids(list(old.output_token_ids)[known:])
+    held = destination.port.reservations.grow(new, new.num_tokens)
+    recurrent = frozen.accepted_ids if frozen.num_accepted else frozen.state_ids
+    for here, of_inputs, of_recurrent in zip(held.state_ids, frozen.state_ids, recurrent, strict=True):
+        inputs, there = source.content[of_inputs].inputs, source.content[of_recurrent].recurrent
+        assert inputs >= 0
+        destination.content[here] = State(there, inputs + frozen.num_accepted)
+        assert destination.content[here] == State(frozen.computed_tokens, frozen.computed_tokens)
+    destination.port.reservations.admit(new, frozen.computed_tokens)
+    for table, here in zip(destination.state_groups, held.state_ids, strict=True):
+        column = (frozen.computed_tokens - 1) // SIZE if destination.is_aligned else 0
+        blocks = destination.block_ids(new, table)
+        assert blocks[column] == here
+        assert len(blocks) == len({*blocks[column:]}) + column >= column + 1 + NUM_DRAFTS
+    source.port.release(old)
+    source.port.unpin(frozen.pin)
+    return new
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+def test_the_latest_state_arrives(model_dir: Path, groups: Sequence[KVCacheSpec], asynchronous: bool) -> None:
+    """There and back, again and again, after as many steps as a die says: whatever was accepted in the last, the state
+    that comes is that behind the last computed token, and is where a step without drafts looks for it."""
+    most_accepted = 0
+    for seed in range(4):
+        rigs = [DraftRig(model_dir, groups, asynchronous, seed), DraftRig(model_dir, groups, asynchronous, 100 + seed)]
+        free = [rig.free_blocks for rig in rigs]
+        request = rigs[0].add("a", num_prompt=rigs[0].dice.randint(1, 130), max_tokens=400)
+        rigs[0].turns(3)
+        for _ in range(12):
+            rigs[0].turns(rigs[0].dice.randint(0, 9))
+            for _ in range(rigs[0].dice.choice((0, 60))):
+                # There the request takes one more step.
+                if request.num_computed_tokens % SIZE == 0 and rigs[0].accepted:
+                    break
+                rigs[0].turn()
+            before = request.num_output_tokens
+            request = moved(*rigs, request)
+            assert request.num_output_tokens >= before
+            rigs.reverse()
+            free.reverse()
+            rigs[0].turns(2)
+            rigs[1].turns(2)
+        rigs[0].turns(400)
+        rigs[1].turns(2)
+        assert not any(rig.scheduler.requests for rig in rigs)
+        assert [rig.free_blocks for rig in rigs] == free
+        assert [rig.port.audit_idle() for rig in rigs] == [[], []]
+        most_accepted = max(most_accepted, *(rig.most_accepted for rig in rigs))
+    assert most_accepted == NUM_DRAFTS, "nothing was accepted: the test shows nothing"

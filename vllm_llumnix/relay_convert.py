@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's `EngineCoreOutput` to and from the relay's `wire.TokenOutput`, for engines and API servers.
 
-What travels: token ids, logprobs of sampled tokens, what they were drawn from (sampling masks), finish and stop reason,
-the count of NaNs. What does not: prompt logprobs, prefill statistics and events (they belong to the prefill, which the
-front-end has heard of from the engine that did it, in that host's clock), and what only requests that are never moved
-have: routed experts, pooling outputs, parameters of KV and encoder-cache transfers.
+What travels: token ids, logprobs of sampled tokens, what they were drawn from (sampling masks), the experts that they
+were routed to, finish and stop reason, the count of NaNs. What does not: prompt logprobs, prefill statistics and events
+(they belong to the prefill, which the front-end has heard of from the engine that did it, in that host's clock), and
+what only requests that are never moved have: pooling outputs, parameters of KV and encoder-cache transfers.
 
 Logprobs are float32 in vLLM and 64-bit floats on the wire: every value, infinities and NaN included, arrives unchanged.
 """
@@ -12,6 +12,7 @@ Logprobs are float32 in vLLM and 64-bit floats on the wire: every value, infinit
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,6 +22,33 @@ from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 from llumlet.protocol import wire
 from llumlet.protocol.errors import RemoteProtocolError
 from llumlet.protocol.ids import HOME, Epoch
+
+
+class ExpertsForm(NamedTuple):
+    """How vLLM tells of a token which experts it was routed to: an array of layers and experts."""
+
+    num_layers: int
+    num_per_token: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+        """That of vLLM's `RoutedExpertsCapturer`."""
+        return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
+
+    def rows_in(self, data: bytes) -> np.ndarray:
+        """A row for each token. Raises ValueError."""
+        return np.frombuffer(data, self.dtype).reshape((-1, self.num_layers, self.num_per_token))
+
+
+class OutputForm(NamedTuple):
+    """What there is in the outputs of engines of a model. `has_masks`: they tell what they draw from; `experts`: where
+    they route tokens to."""
+
+    vocab_size: int
+    has_masks: bool = False
+    experts: ExpertsForm | None = None
+
 
 _FINISH_REASONS = frozenset(int(reason) for reason in FinishReason)
 
@@ -39,14 +67,18 @@ def token_output_from(output: EngineCoreOutput, epoch: Epoch, base: int, first: 
         logprobs=_wire_logprobs(output.new_logprobs),
         num_nans_in_logits=output.num_nans_in_logits,
         sampling_masks=None if output.new_sampling_mask is None else output.new_sampling_mask.to_nested_list(),
+        routed_experts=None if output.routed_experts is None else output.routed_experts.tobytes(),
     )
 
 
-def engine_output_from(token: wire.TokenOutput, skip: int, count: int, finished: bool) -> EngineCoreOutput:
+def engine_output_from(
+    token: wire.TokenOutput, skip: int, count: int, finished: bool, experts: ExpertsForm | None = None
+) -> EngineCoreOutput:
     """Tokens `[skip, skip + count)` of what a relay brought, as if the request's own engine had sent them.
 
     `token` has passed `check`. Its finish and stop reason count only if `finished`.
     """
+    rows = None if experts is None or token.routed_experts is None else experts.rows_in(token.routed_experts)
     ends = finished and token.finish_reason is not None
     return EngineCoreOutput(
         request_id=token.request_id,
@@ -56,6 +88,7 @@ def engine_output_from(token: wire.TokenOutput, skip: int, count: int, finished:
         finish_reason=FinishReason(token.finish_reason) if ends else None,
         stop_reason=token.stop_reason if ends else None,
         num_nans_in_logits=token.num_nans_in_logits,
+        routed_experts=_experts(rows, len(token.token_ids), skip, count),
     )
 
 
@@ -73,6 +106,7 @@ def sliced(output: EngineCoreOutput, skip: int, count: int, finished: bool) -> E
         new_token_ids=output.new_token_ids[skip : skip + count],
         new_logprobs=None if logprobs is None else _rows(logprobs, skip, count),
         new_sampling_mask=None if mask is None else _mask(mask.to_nested_list(), skip, count),
+        routed_experts=_experts(output.routed_experts, len(output.new_token_ids), skip, count),
         finish_reason=output.finish_reason if ends else None,
         stop_reason=output.stop_reason if ends else None,
         events=None if skip else output.events,
@@ -80,11 +114,12 @@ def sliced(output: EngineCoreOutput, skip: int, count: int, finished: bool) -> E
     )
 
 
-def check(token: wire.TokenOutput, *, vocab_size: int, wants_logprobs: bool, has_masks: bool = False) -> None:
+def check(token: wire.TokenOutput, form: OutputForm, *, wants_logprobs: bool) -> None:
     """Raise RemoteProtocolError for what would break the front-end: one bad output ends every stream of an API server.
 
-    Stock vLLM trusts its own engine here; a peer is not that engine. has_masks: engines tell what they draw from.
+    Stock vLLM trusts its own engine here; a peer is not that engine.
     """
+    vocab_size = form.vocab_size
     if token.epoch <= HOME:
         raise RemoteProtocolError(f"epoch {token.epoch} on the relay")
     if token.first < 0 or token.base < 0:
@@ -92,12 +127,13 @@ def check(token: wire.TokenOutput, *, vocab_size: int, wants_logprobs: bool, has
     if token.finish_reason is not None and token.finish_reason not in _FINISH_REASONS:
         raise RemoteProtocolError(f"finish reason {token.finish_reason}")
     _check_ids(token.token_ids, vocab_size)
-    if (token.sampling_masks is not None) is not (has_masks and bool(token.token_ids)):
+    if (token.sampling_masks is not None) is not (form.has_masks and bool(token.token_ids)):
         raise RemoteProtocolError("sampling masks are not there, or were not to be")
     if token.sampling_masks is not None and len(token.sampling_masks) != len(token.token_ids):
         raise RemoteProtocolError(f"{len(token.token_ids)} tokens, but another number of sampling masks")
     for mask in token.sampling_masks or ():
         _check_ids(mask, vocab_size)
+    _check_experts(token, form.experts)
     logprobs = token.logprobs
     if logprobs is None:
         if wants_logprobs and token.token_ids:
@@ -122,6 +158,23 @@ def check(token: wire.TokenOutput, *, vocab_size: int, wants_logprobs: bool, has
 def _check_ids(token_ids: list[int], vocab_size: int) -> None:
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         raise RemoteProtocolError(f"a token id is outside [0, {vocab_size})")
+
+
+def _check_experts(token: wire.TokenOutput, experts: ExpertsForm | None) -> None:
+    data = token.routed_experts
+    if (data is not None) is not (experts is not None and bool(token.token_ids)):
+        raise RemoteProtocolError("routed experts are not there, or were not to be")
+    if data is None or experts is None:
+        return
+    try:
+        rows = experts.rows_in(data)
+    except ValueError as error:
+        raise RemoteProtocolError(f"routed experts of {len(data)} bytes") from error
+    # Of a first token there is none if those of the prompt are not asked for.
+    if len(rows) < len(token.token_ids) - 1:
+        raise RemoteProtocolError(f"{len(token.token_ids)} tokens, but the experts of {len(rows)}")
+    if rows.size and int(rows.max()) >= experts.num_experts:
+        raise RemoteProtocolError(f"an expert is outside [0, {experts.num_experts})")
 
 
 def _wire_logprobs(logprobs: LogprobsLists | None) -> wire.Logprobs | None:
@@ -154,6 +207,14 @@ def _mask(masks: list[list[int]] | None, skip: int, count: int) -> SamplingMaskL
     token_ids = np.array(list(itertools.chain.from_iterable(rows)), dtype=np.int32)
     offsets = None if count == 1 else np.array([0, *itertools.accumulate(map(len, rows))], dtype=np.int64)
     return SamplingMaskLists(token_ids, offsets)
+
+
+def _experts(rows: np.ndarray | None, num_tokens: int, skip: int, count: int) -> np.ndarray | None:
+    """Rows of tokens `[skip, skip + count)` of an output with `num_tokens`, those of its prompt with the first."""
+    if rows is None or not count:
+        return None
+    first = len(rows) - num_tokens
+    return rows[first + skip if skip else 0 : first + skip + count]
 
 
 def _matrix(rows: list[list[int]] | list[list[float]], dtype: np.dtype) -> np.ndarray:

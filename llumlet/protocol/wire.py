@@ -50,6 +50,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     num_nans_in_logits: int = 0
     sampling_masks: list[list[int]] | None = None
     """Of each token, the ids from which it was drawn; only of engines that tell it."""
+    routed_experts: bytes | None = None
+    """The experts of every layer for each token that was computed for those here, and for the prompt before the first:
+    the bytes of vLLM's array. Only of engines that tell it."""
 
 
 class Health(enum.StrEnum):

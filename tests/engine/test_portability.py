@@ -24,7 +24,7 @@ from tests.integration import test_any_state, test_images, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
 from tests.runner_v2 import test_inputs as runner_v2_inputs
 from tests.runner_v2 import test_kinds as runner_v2_kinds
-from tests.runner_v2 import test_marks_and_traces, test_speculation_and_lora
+from tests.runner_v2 import test_marks_and_traces, test_routed_experts, test_speculation_and_lora
 from tests.runner_v2 import test_states as runner_v2_states
 from vllm_llumnix.engine.portability import (
     KV_REFUSED_ENGINES,
@@ -185,6 +185,7 @@ KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "a KV cache of another kind than attention, windows and states": _compressed,
     "states that change with every step beside speculative decoding on the V1 runner": _states_of_drafts,
     "states that lag behind, with a log of what they lack (--use-replayssm)": _logged_states,
+    "routed experts in the output (--enable-return-routed-experts)": _routed_experts,
     "a KV connector of which moves know nothing (--kv-transfer-config)": _connector,
     "states that change with every step beside a KV connector": _connector_beside_states,
 }
@@ -192,7 +193,6 @@ KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
 UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "encoder-decoder models are not supported": _encoder,
     "custom logits processors without the mark `llumnix_portable = True`": _silent_processor,
-    "routed experts in the output": _routed_experts,
 }
 
 
@@ -396,7 +396,9 @@ def test_every_kind_that_moves_is_shown_to() -> None:
 
 
 def test_every_engine_whose_tokens_move_is_shown_to() -> None:
-    assert {row.reason for row in KV_REFUSED_ENGINES if row.measured} == {test_refusals.CONNECTOR}
+    experts = "routed experts in the output (--enable-return-routed-experts)"
+    assert test_routed_experts.FLAGS[-1] in experts
+    assert {row.reason for row in KV_REFUSED_ENGINES if row.measured} == {test_refusals.CONNECTOR, experts}
 
 
 def test_the_table_is_current() -> None:

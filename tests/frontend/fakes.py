@@ -256,6 +256,7 @@ def _config(ranks: int) -> Any:
             served_model_name="model",
         ),
         cache_config=SimpleNamespace(num_gpu_blocks=0, block_size=32),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
         parallel_config=SimpleNamespace(
             enable_elastic_ep=False,
             enable_fault_tolerance=False,

@@ -20,7 +20,7 @@ from llumlet.protocol.errors import RemoteProtocolError
 from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import VOCAB_SIZE, FakeEngine, FakePeer, next_outputs, output, request
-from vllm_llumnix.relay_convert import check, engine_output_from, sliced, token_output_from
+from vllm_llumnix.relay_convert import ExpertsForm, OutputForm, check, engine_output_from, sliced, token_output_from
 
 
 def logprobs(rows: int, width: int = 3, seed: int = 0) -> LogprobsLists:
@@ -95,6 +95,7 @@ def test_prefill_statistics_stay_with_the_first_token() -> None:
     assert sliced(first, 1, 1, False).events is None
 
 
+PLAIN, MASKED = OutputForm(VOCAB_SIZE), OutputForm(VOCAB_SIZE, has_masks=True)
 MASKS = [[3, 5, 9], [6], [7, 8]]
 
 
@@ -119,14 +120,65 @@ def test_what_tokens_are_drawn_from_goes_with_them(skip: int, count: int) -> Non
 
 def test_sampling_masks_that_do_not_fit_are_refused() -> None:
     token = wire.TokenOutput("r", Epoch(0, 1), 0, 0, [5, 6, 7], sampling_masks=MASKS)
-    check(token, vocab_size=VOCAB_SIZE, wants_logprobs=False, has_masks=True)
-    check(wire.TokenOutput("r", Epoch(0, 1), 0, 0, []), vocab_size=VOCAB_SIZE, wants_logprobs=False, has_masks=True)
+    check(token, MASKED, wants_logprobs=False)
+    check(wire.TokenOutput("r", Epoch(0, 1), 0, 0, []), MASKED, wants_logprobs=False)
     for masks in (None, MASKS[:2], [*MASKS[:2], [VOCAB_SIZE]], [*MASKS[:2], [-1]]):
         broken = msgspec.structs.replace(token, sampling_masks=masks)
         with pytest.raises(RemoteProtocolError):
-            check(broken, vocab_size=VOCAB_SIZE, wants_logprobs=False, has_masks=True)
+            check(broken, MASKED, wants_logprobs=False)
     with pytest.raises(RemoteProtocolError, match="were not to be"):
-        check(token, vocab_size=VOCAB_SIZE, wants_logprobs=False)
+        check(token, PLAIN, wants_logprobs=False)
+
+
+FORM = ExpertsForm(num_layers=2, num_per_token=3, num_experts=300)
+ROUTED = OutputForm(VOCAB_SIZE, experts=FORM)
+
+
+def routed(num_rows: int, num_tokens: int = 3, start: int = 0) -> EngineCoreOutput:
+    """Of a step that has brought so many tokens and told of so many where they went."""
+    rows = (start + np.arange(num_rows * 6) % 300).astype(FORM.dtype).reshape(num_rows, 2, 3)
+    return output("r", *range(5, 5 + num_tokens), routed_experts=rows)
+
+
+@pytest.mark.parametrize(("skip", "count"), [(0, 3), (1, 2), (2, 1), (0, 2), (1, 1), (0, 1)])
+@pytest.mark.parametrize("num_rows", [3, 7, 2], ids=["decoding", "behind a prompt", "without the prompt's"])
+def test_experts_go_with_their_tokens(num_rows: int, skip: int, count: int) -> None:
+    """A token's are those of the one before it; the prompt's go with the first."""
+    sent = routed(num_rows)
+    assert sent.routed_experts is not None
+    token = over_the_wire(token_output_from(sent, Epoch(0, 1), 0, 0))
+    check(token, ROUTED, wants_logprobs=False)
+    behind = num_rows - 3 + skip + count
+    expected = sent.routed_experts[0 if skip == 0 else num_rows - 3 + skip : behind]
+    for got in (engine_output_from(token, skip, count, False, FORM), sliced(sent, skip, count, False)):
+        assert got.routed_experts is not None
+        assert got.routed_experts.dtype == FORM.dtype
+        assert got.routed_experts.tolist() == expected.tolist()
+
+
+def test_parts_of_an_output_have_all_its_experts() -> None:
+    sent = routed(7)
+    parts = [sliced(sent, skip, count, False).routed_experts for skip, count in ((0, 1), (1, 2))]
+    assert np.concatenate([part for part in parts if part is not None]).tolist() == sent.routed_experts.tolist()
+
+
+@pytest.mark.parametrize("form", [FORM, FORM._replace(num_experts=256)], ids=["two bytes", "a byte"])
+def test_experts_that_do_not_fit_are_refused(form: ExpertsForm) -> None:
+    token = wire.TokenOutput("r", Epoch(0, 1), 0, 0, [5, 6, 7], routed_experts=bytes(form.dtype.itemsize * 18))
+    known = OutputForm(VOCAB_SIZE, experts=form)
+    check(token, known, wants_logprobs=False)
+    check(wire.TokenOutput("r", Epoch(0, 1), 0, 0, []), known, wants_logprobs=False)
+    for data in (None, b"", bytes(17), bytes(form.dtype.itemsize * 6)):
+        with pytest.raises(RemoteProtocolError):
+            check(msgspec.structs.replace(token, routed_experts=data), known, wants_logprobs=False)
+    with pytest.raises(RemoteProtocolError, match="were not to be"):
+        check(token, PLAIN, wants_logprobs=False)
+
+
+def test_an_expert_that_there_is_not() -> None:
+    token = wire.TokenOutput("r", Epoch(0, 1), 0, 0, [5], routed_experts=b"\xff\xff" * 6)
+    with pytest.raises(RemoteProtocolError, match="outside"):
+        check(token, ROUTED, wants_logprobs=False)
 
 
 GOOD = wire.Logprobs([[5, 1], [6, 2]], [[-0.1, -2.0], [-0.2, -1.0]], [1, 2])
@@ -149,14 +201,14 @@ GOOD = wire.Logprobs([[5, 1], [6, 2]], [[-0.1, -2.0], [-0.2, -1.0]], [1, 2])
 def test_logprobs_that_do_not_fit_are_refused(broken: wire.Logprobs | None) -> None:
     token = wire.TokenOutput("r", Epoch(0, 1), 0, 0, [5, 6], logprobs=broken)
     with pytest.raises(RemoteProtocolError):
-        check(token, vocab_size=VOCAB_SIZE, wants_logprobs=True)
-    check(msgspec.structs.replace(token, logprobs=GOOD), vocab_size=VOCAB_SIZE, wants_logprobs=True)
+        check(token, PLAIN, wants_logprobs=True)
+    check(msgspec.structs.replace(token, logprobs=GOOD), PLAIN, wants_logprobs=True)
 
 
 def test_an_end_without_tokens_needs_no_logprobs() -> None:
     for logprobs in (None, wire.Logprobs([], [], [])):
         token = wire.TokenOutput("r", Epoch(0, 1), 0, 0, [], finish_reason=0, logprobs=logprobs)
-        check(token, vocab_size=VOCAB_SIZE, wants_logprobs=True)
+        check(token, PLAIN, wants_logprobs=True)
         assert engine_output_from(token, 0, 0, True).finished
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.engine.utils import CoreEngineProcManager
 
@@ -16,6 +17,7 @@ from vllm_llumnix.frontend import vllm_types as ours
 FOUND = [
     (ours.VllmConfig, VllmConfig),
     (ours.ModelConfig, ModelConfig),
+    (ours.AuxOutputConfig, AuxOutputConfig),
     (ours.CacheConfig, CacheConfig),
     (ours.ParallelConfig, ParallelConfig),
     (ours.Resources, BackgroundResources),

@@ -85,6 +85,7 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         "speculation": config.speculative_config.method if config.speculative_config else None,
         "logprobs_mode": model.logprobs_mode,
         "sampling_masks": model.return_sampling_mask,
+        "routed_experts": config.aux_output_config.enable_return_routed_experts,
         "reasoning": named(reasoning_of(config.reasoning_config)),
         "watermark": named(watermark_of(config.watermark_config)),
         "logits_processors": named([f"{it.__module__}:{it.__qualname__}" for it in custom_logits_processors(engine)]),

@@ -279,11 +279,6 @@ REFUSED_ENGINES = (
         _unmarked_logits_processor,
         "nobody knows what they remember, nor whether a peer's are the same",
     ),
-    RefusedEngine(
-        "routed experts in the output",
-        lambda engine: engine.vllm_config.aux_output_config.enable_return_routed_experts,
-        "an answer's end has those of all its tokens, and each engine knows those that it has computed",
-    ),
 )
 """Engines none of whose requests can go on elsewhere."""
 
@@ -306,6 +301,12 @@ KV_REFUSED_ENGINES = (
         "states that lag behind, with a log of what they lack (--use-replayssm)",
         lambda engine: engine.vllm_config.cache_config.use_replayssm and _has_states(engine),
         "how much of the log counts is known to the worker alone; vLLM has no KV connector beside it, either",
+    ),
+    RefusedEngine(
+        "routed experts in the output (--enable-return-routed-experts)",
+        lambda engine: engine.vllm_config.aux_output_config.enable_return_routed_experts,
+        "vLLM keeps those of a cached block for the next request that finds it, where they were computed",
+        "Qwen3-MoE, with the V2 runner",
     ),
     RefusedEngine(
         "a KV connector of which moves know nothing (--kv-transfer-config)",

@@ -34,6 +34,7 @@ from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.kept_inputs import num_prompt_tokens, room_for, why_never, without_inputs
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
+from vllm_llumnix.frontend.output_form import output_form_of
 from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
 from vllm_llumnix.frontend.vllm_types import BalancingClient, Client, VllmConfig
@@ -83,13 +84,10 @@ class OriginShell:
         self.peers = Peers(settings.peers, settings.cms, settings.own_ids, self.credentials, settings.reaches)
         self.relay: RelaySocket | None = None
         self.watch: asyncio.Task[None] | None = None
-        model = vllm_config.model_config
-        vocab_size, has_masks = model.get_vocab_size(), model.return_sampling_mask
+        self._form = form = output_form_of(vllm_config)
         self.core = Origin(
             Surroundings(
-                check=lambda token, stream: check(
-                    token, vocab_size=vocab_size, wants_logprobs=stream.wants_logprobs, has_masks=has_masks
-                ),
+                check=lambda token, stream: check(token, form, wants_logprobs=stream.wants_logprobs),
                 complain=self.complaints.note,
                 read_steps=step_record.read,
                 peers=lambda: self.peers.addresses,
@@ -245,7 +243,7 @@ class OriginShell:
         """Keep in `outputs` of our own engine what the gates release."""
         taken = self.core.take_home(outputs.outputs, outputs.weight_version, time.monotonic())
         if taken is not None:
-            outputs.outputs = [_output_of(part) for part in taken.parts]
+            outputs.outputs = [self._output_of(part) for part in taken.parts]
             self.settle([_ours(stream) for stream in taken.ended])
             self.carry_out()
 
@@ -289,7 +287,7 @@ class OriginShell:
             case Send(identity=identity, message=message):
                 self.ensure_relay().send(identity, message)
             case Deliver(parts=parts, weight_version=weight_version):
-                self._enqueue([(_ours(part.stream), _output_of(part)) for part in parts], weight_version)
+                self._enqueue([(_ours(part.stream), self._output_of(part)) for part in parts], weight_version)
             case Fail(stream=stream, explanation=explanation):
                 self._fail(_ours(stream), explanation)
             case Probe(owner=owner):
@@ -377,6 +375,15 @@ class OriginShell:
             logger.error("llumlet: the engine has died; its requests go on elsewhere if they can")
         post(loop, self.bury_home)
 
+    def _output_of(self, part: Part) -> EngineCoreOutput:
+        payload = part.payload
+        if isinstance(payload, wire.TokenOutput):
+            output = engine_output_from(payload, part.skip, part.count, part.finished, self._form.experts)
+            output.trace_headers = _ours(part.stream).request.trace_headers
+            return output
+        assert isinstance(payload, EngineCoreOutput)
+        return sliced(payload, part.skip, part.count, part.finished)
+
     def bury_home(self) -> None:
         self.core.home_died(time.monotonic())
         self.carry_out()
@@ -385,16 +392,6 @@ class OriginShell:
 def _ours(stream: Stream | None) -> ClientStream:
     assert isinstance(stream, ClientStream)
     return stream
-
-
-def _output_of(part: Part) -> EngineCoreOutput:
-    payload = part.payload
-    if isinstance(payload, wire.TokenOutput):
-        output = engine_output_from(payload, part.skip, part.count, part.finished)
-        output.trace_headers = _ours(part.stream).request.trace_headers
-        return output
-    assert isinstance(payload, EngineCoreOutput)
-    return sliced(payload, part.skip, part.count, part.finished)
 
 
 def _settled_moves_of(shell: OriginShell) -> Report:

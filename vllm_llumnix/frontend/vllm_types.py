@@ -23,6 +23,16 @@ class ModelConfig(Protocol):
 
     def get_vocab_size(self) -> int: ...
 
+    def get_total_num_hidden_layers(self) -> int: ...
+
+    def get_num_experts(self) -> int: ...
+
+    def get_num_experts_per_tok(self) -> int: ...
+
+
+class AuxOutputConfig(Protocol):
+    enable_return_routed_experts: bool
+
 
 class CacheConfig(Protocol):
     block_size: int
@@ -37,6 +47,7 @@ class VllmConfig(Protocol):
     model_config: ModelConfig
     cache_config: CacheConfig
     parallel_config: ParallelConfig
+    aux_output_config: AuxOutputConfig
     lora_config: object | None
     shutdown_timeout: int
     """Seconds."""

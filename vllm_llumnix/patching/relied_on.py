@@ -53,6 +53,7 @@ _V2_STATES = "vllm/v1/worker/gpu/states.py"
 _V2_HYBRID = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
 _STATES = "vllm/v1/worker/mamba_utils.py"
 _STATE_PARTS = "vllm/model_executor/layers/mamba/mamba_utils.py"
+_AUX_OUTPUT = "vllm/distributed/aux_output_connector/connector.py"
 _CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/v1"
 
 RELIED_ON: tuple[Reliance, ...] = (
@@ -164,6 +165,8 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_CACHE_PARTS, "engine/request_state.py", "generate_block_hash_extra_keys"),
     *_of(_MESSAGES, "frontend/origin.py", "EngineCoreRequest EngineCoreOutput EngineCoreOutputs FinishReason"),
     *_of(_MESSAGES, "frontend/client.py", "EngineCoreRequestType"),
+    # Which rows of routed experts come with which tokens.
+    *_of(_AUX_OUTPUT, "relay_convert.py", "build_connector_meta take_output", "AuxOutputSchedulerConnector"),
     # The engine's loop and its threads.
     *_of(_CORE, "engine/model_watch.py", "step step_with_batch_queue", "EngineCore", refuses=True),
     *_of(_CORE, "engine/model_watch.py", "_process_aborts_queue", "EngineCore"),

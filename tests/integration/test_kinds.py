@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instances that are there for one stage each: placed by stage, and rescheduled among their own kind.
 
-One prefill and two decode instances behind a real scheduler with its rescheduler inside. No engine hands a request over
+Two prefill and two decode instances behind a real scheduler with its rescheduler inside. No engine hands a request over
 between the stages: requests are sent to a decode instance as a gateway that does would send them, and computed there as
 a whole. In float32: what is moved must be exact in whatever company.
 """
@@ -30,7 +30,7 @@ from tests.support.harness import SERVED_NAME, Fleet, Server, ServerSpec
 
 pytestmark = pytest.mark.asyncio
 
-TYPES = {"p": "prefill", "d1": "decode", "d2": "decode"}
+TYPES = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
 LENGTH = 3000
 """Tokens of a stream, which none of them comes to."""
 AFTER = 40
@@ -93,7 +93,7 @@ async def test_each_stage_is_placed_at_its_kind(cluster: Cluster) -> None:
     placed = [json.loads(await post(cluster.control, "/schedule", {"id": f"r{one}", **asked})) for one in range(2)]
     results = [one["scheduling_result"] for one in placed]
     assert [[place["infer_type"] for place in result] for result in results] == 2 * [["prefill", "decode"]]
-    assert [result[0]["id"] for result in results] == ["p", "p"]
+    assert sorted(result[0]["id"] for result in results) == ["p1", "p2"]
     assert sorted(result[1]["id"] for result in results) == ["d1", "d2"]
     await post(cluster.control, "/release", placed)
     assert await cluster.control.num_on_their_way() == 0
@@ -105,29 +105,60 @@ async def test_each_stage_is_placed_at_its_kind(cluster: Cluster) -> None:
     "the rescheduler moves them to the other decode instances",
 )
 async def test_decode_instances_are_evened_out_and_emptied(cluster: Cluster) -> None:
-    """Into each other only: the prefill instance, which is as empty and as able, gets nothing and keeps its own."""
+    """Into each other only: prefill instances, which are as empty and as able, get nothing and keep their own."""
     await cluster.control.knows(len(TYPES))
-    prefill, hot, cold = cluster.engines.values()
+    prefill, other, hot, cold = cluster.engines.values()
     async with Client(hot.base_url) as decoding, Client(prefill.base_url) as undisturbed:
         streams = [await begin(decoding) for _ in range(NUM_STREAMS)]
         expected = await begin(undisturbed)
         await until_at(cluster, cold.name, streams, 2)
-        drain = llumnix("drain", hot.name, "--cms", cluster.cms, "--to", NOBODY, "--timeout", "120", "--json")
-        draining = asyncio.create_task(drain)
-        await until_at(cluster, cold.name, streams, NUM_STREAMS)
-        code, text = await draining
-        assert code == 0, text
-        assert json.loads(text.splitlines()[-1])["num_moved"] == 0, "none by the drain itself"
-        for stream in streams:
-            await stream.wait_for(len(stream.token_ids) + AFTER)
-        for stream in streams:
-            await stream.disconnect()
-        await expected.wait_for(max(len(stream.token_ids) for stream in streams))
-        await expected.disconnect()
+        await emptied(cluster, hot, cold, streams)
+        await go_on(streams, expected)
+    assert await moved(cluster) == {(policy, hot.name, cold.name) for policy in ("decode_load", "decode_failover")}
+    for engine in (prefill, other, cold):
+        await wait_idle(engine)
+
+
+@failure(
+    "a prefill instance is drained and reaches none of those that are to take its requests",
+    "computing what it was sent",
+    "the rescheduler moves them to the other prefill instances",
+)
+async def test_prefill_instances_are_emptied_into_each_other(cluster: Cluster) -> None:
+    leaves, stays = cluster.engines["p1"], cluster.engines["p2"]
+    known = await moved(cluster)
+    async with Client(leaves.base_url) as leaving, Client(stays.base_url) as undisturbed:
+        expected = await begin(undisturbed)
+        streams = [await begin(leaving) for _ in range(2)]
+        await emptied(cluster, leaves, stays, streams)
+        await go_on(streams, expected)
+    assert await moved(cluster) - known == {("prefill_failover", leaves.name, stays.name)}
+    await wait_idle(stays)
+
+
+async def go_on(streams: Sequence[Stream], expected: Stream) -> None:
+    """As one that nobody disturbs, for a while."""
+    for stream in streams:
+        await stream.wait_for(len(stream.token_ids) + AFTER)
+    for stream in streams:
+        await stream.disconnect()
+    await expected.wait_for(max(len(stream.token_ids) for stream in streams))
+    await expected.disconnect()
     for stream in streams:
         assert stream.token_ids == expected.token_ids[: len(stream.token_ids)]
+
+
+async def emptied(cluster: Cluster, leaves: Server, stays: Server, streams: Sequence[Stream]) -> None:
+    """An engine that is drained by somebody who knows of no other has its requests moved there all the same."""
+    drain = llumnix("drain", leaves.name, "--cms", cluster.cms, "--to", NOBODY, "--timeout", "120", "--json")
+    draining = asyncio.create_task(drain)
+    await until_at(cluster, stays.name, streams, len(streams))
+    code, text = await draining
+    assert code == 0, text
+    assert json.loads(text.splitlines()[-1])["num_moved"] == 0, "none by the drain itself"
+
+
+async def moved(cluster: Cluster) -> set[tuple[str, str, str]]:
+    """By which policy, whence and where."""
     told = (await rescheduling(cluster.control.scheduler_url))["moves"]
-    moved = {(one["policy"], one["source"], one["destination"]) for one in told if one["num_moved"]}
-    assert moved == {(policy, hot.name, cold.name) for policy in ("decode_load", "decode_failover")}
-    for engine in (prefill, cold):
-        await wait_idle(engine)
+    return {(one["policy"], one["source"], one["destination"]) for one in told if one["num_moved"]}

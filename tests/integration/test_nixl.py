@@ -51,6 +51,7 @@ async def test_there_and_back_and_without_its_process(pair: Engines) -> None:
         process = process_beside(b)
         process.kill()
         until(lambda: process.status() == psutil.STATUS_ZOMBIE)  # its worker has not looked yet
+        await stream.wait_for(len(stream.token_ids) + 5)  # it has settled where it came to
         move = await move_stream(a, b, stream, method="live")
         assert (move.moved, move.reason) == (False, "transport_unavailable")
         assert "NIXL" in move.detail

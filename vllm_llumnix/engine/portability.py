@@ -102,7 +102,7 @@ class RefusedRequest:
 class RefusedEngine:
     """An engine whose requests do not move, or not with their KV cache. `applies` gets vLLM's `EngineCore`; it may rely
     on every row above its own not having applied. `measured`: engines that have shown what goes on with tokens alone,
-    here with vLLM's V1 runner; empty if it is known by reading."""
+    with vLLM's V1 runner if nothing else is said; empty if it is known by reading."""
 
     reason: str
     applies: Callable[[Any], bool]

@@ -81,7 +81,9 @@ name none; to balance load a prefill is not worth it, and the rescheduler leaves
 
 Measured on small random models, with the V1 runner (`tests/integration/test_refusals.py`), and by `--method recompute`
 (`test_hybrids.py`): in float32 the tokens are those of an unmoved run. Qwen3-Next computes in bfloat16 on a CPU: there
-each token is, up to rounding, the one that an engine finds best behind those before it.
+each token is, up to rounding, the one that an engine finds best behind those before it. Routed experts with the V2
+runner (`tests/runner_v2/test_routed_experts.py`): there and back, and the engine killed that had gone on with them,
+with the experts of all tokens of an unmoved run.
 """
 
 _KINDS = """\

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,9 +16,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from tests.engine.rig import Rig, full, states
 from vllm_llumnix.engine.block_rows import NULL_ID
+from vllm_llumnix.engine.leaving import LeavingRequest
 
 NUM_DRAFTS = 3
 SIZE = 32
@@ -45,14 +48,16 @@ class Step(NamedTuple):
 class DraftRig(Rig):
     """One whose runner drafts, and accepts of its drafts what a die says. `content`: of each block of a state."""
 
-    def __init__(self, model: Path, groups: Sequence[KVCacheSpec], asynchronous: bool, seed: int) -> None:
+    def __init__(
+        self, model: Path, groups: Sequence[KVCacheSpec], asynchronous: bool, seed: int, *, runner_v2: bool = True
+    ) -> None:
         speculation = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 4}
         super().__init__(
             model,
             num_blocks=128,
             groups=groups,
             asynchronous=asynchronous,
-            runner_v2=True,
+            runner_v2=runner_v2,
             speculative_config=speculation,
         )
         self.content: dict[int, State] = {}
@@ -177,3 +182,19 @@ def test_the_latest_state_arrives(model_dir: Path, groups: Sequence[KVCacheSpec]
         assert [rig.port.audit_idle() for rig in rigs] == [[], []]
         most_accepted = max(most_accepted, *(rig.most_accepted for rig in rigs))
     assert most_accepted == NUM_DRAFTS, "nothing was accepted: the test shows nothing"
+
+
+@pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
+def test_one_that_stays_starts_over_where_workers_forget(model_dir: Path, runner_v2: bool) -> None:
+    """The V1 runner does, of whoever is left out of a step, as one that is frozen is."""
+    rig = DraftRig(model_dir, GROUPS["kept"], False, 1, runner_v2=runner_v2)
+    request = rig.add("a", num_prompt=40, max_tokens=100)
+    rig.turns(4)
+    rig.port.freeze(request)
+    rig.turn()
+    loop: Any = SimpleNamespace(unwatch=lambda _: None)
+    leaving: Any = SimpleNamespace(_loop=loop, _port=rig.port, request=request)
+    LeavingRequest.unfreeze(leaving, 0, is_in_doubt=False)
+    assert request.status == (RequestStatus.RUNNING if runner_v2 else RequestStatus.PREEMPTED)
+    rig.turns(100)
+    assert request.is_finished()

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from tests.shells.cells import company, moves
-from tests.shells.cluster import cluster_of, side_by_side, until
+from tests.shells.cluster import cluster_of, retold, side_by_side, until
 from tests.shells.marks import MARKS
 from tests.shells.model import PACE_SECONDS
 from tests.support.failures import failure
@@ -101,7 +101,8 @@ async def test_origin_in_doubt(model_dir: Path) -> None:
 
 
 @failure("nobody answers: neither the destination nor the origin", "in doubt", "lost: let go of, and replayed")
-async def test_nobody_answers(model_dir: Path) -> None:
+@retold
+async def test_nobody_answers(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         cluster["A"].engine.agent.departures.deadline_s = 0.2
         cluster.deadlines["fence_s"] = 0.5
@@ -111,4 +112,4 @@ async def test_nobody_answers(model_dir: Path) -> None:
         replay = stream.at.client.origin.core
         await until(lambda: bool(replay.num_replayed), lambda: "not replayed")
         cluster.network.heal()
-        assert not await cluster.verdict(stream)
+        return await cluster.verdict(stream)

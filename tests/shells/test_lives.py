@@ -18,7 +18,7 @@ from llumlet.protocol.ids import Epoch
 from llumlet.types import Reason
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
 from tests.shells.circumstances import outputs_held, recorded, replays_only_at
-from tests.shells.cluster import cluster_of, until
+from tests.shells.cluster import cluster_of, retold, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from vllm_llumnix.engine.leaving import LeavingRequest
@@ -32,7 +32,8 @@ LATE_SECONDS = 0.05
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("dismissed", [False, True], ids=["running", "dismissed"])
-async def test_outputs_that_are_still_on_their_way(dismissed: bool, asynchronous: bool, model_dir: Path) -> None:
+@retold
+async def test_outputs_that_are_still_on_their_way(dismissed: bool, asynchronous: bool, model_dir: Path) -> list[str]:
     """The former owner is to start the request again while it has not yet sent what it had produced before."""
     async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
         stream = await company(cluster)
@@ -48,11 +49,13 @@ async def test_outputs_that_are_still_on_their_way(dismissed: bool, asynchronous
                 await until(lambda: cluster.network.seen["Adopt"] > 0, lambda: "not replayed")
                 # Without order between calls and outputs a second attempt gets through meanwhile.
                 await asyncio.sleep(0.3)
-            assert not await cluster.verdict(stream)
+            faults = await cluster.verdict(stream)
         assert stream.at.client.origin.core.num_replayed
+        return faults
 
 
-async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
+@retold
+async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         calls = recorded(cluster, "Adopt")
         stream = await company(cluster)
@@ -65,11 +68,13 @@ async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
                 with pytest.raises(LlumletError) as refused:
                     await cluster.llumlet("B").adopt(call)
                 assert refused.value.reason == Reason.HANDOVER_OPEN
-            assert not await cluster.verdict(stream)
+            faults = await cluster.verdict(stream)
         assert replay.num_replayed == 2
+        return faults
 
 
-async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
+@retold
+async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> list[str]:
     """It computes a token for a request that has ended meanwhile: until it is over, no other life begins."""
     async with cluster_of(model_dir, asynchronous=True) as cluster:
         stream = await company(cluster)
@@ -107,18 +112,20 @@ async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
             pass
         assert await engine.kvconn.call(agent.adoptions._make_way_on_loop, stream.request_id, newer) is None
         agent.adoptions.relay.farewell(stream.request_id, residence)
-        assert not await cluster.verdict(stream)
+        faults = await cluster.verdict(stream)
         assert stream.at.client.origin.core.num_replayed
+        return faults
 
 
-async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir: Path) -> None:
+@retold
+async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir: Path) -> list[str]:
     """The source gives up while the loop's answer is on its way: what the answer brings is given back."""
     async with cluster_of(model_dir) as cluster:
         cluster.deadlines["reserve_s"] = SOON_SECONDS
         stream = await company(cluster)
         with outputs_held(cluster["B"]):
             assert await moves(cluster, stream) == "stayed"
-        assert not await cluster.verdict(stream)
+        return await cluster.verdict(stream)
 
 
 @pytest.mark.parametrize("look", ["pin", "freeze"])
@@ -149,17 +156,18 @@ async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
         await cluster.leave(stream)
 
 
-async def test_an_id_of_somebody_else_is_left_alone(model_dir: Path) -> None:
+@retold
+async def test_an_id_of_somebody_else_is_left_alone(model_dir: Path) -> list[str]:
     """A request of B's own front-end has the id that the origin at A asks for."""
     async with cluster_of(model_dir) as cluster:
         calls = recorded(cluster, "Adopt")
         stream = await company(cluster)
         with replays_only_at(cluster, stream, "B"):
             assert await loses_tokens(cluster, stream) == "moved"
-            assert not await cluster.verdict(stream)
+            faults = await cluster.verdict(stream)
         namesake = await cluster.stream("B", request_id=stream.request_id)
         await namesake.reaches(20)
         with pytest.raises(LlumletError) as refused:
             await cluster.llumlet("B").adopt(calls[-1])
         assert refused.value.reason == Reason.HANDOVER_OPEN
-        assert not await cluster.verdict(namesake)
+        return faults + await cluster.verdict(namesake)

@@ -26,11 +26,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -157,6 +161,26 @@ def window(tokens: int, block_size: int = BLOCK_SIZE) -> KVCacheSpec:
     return SlidingWindowSpec(**_page(block_size), sliding_window=tokens)
 
 
+def output_window(tokens: int, block_size: int = BLOCK_SIZE) -> KVCacheSpec:
+    """Layers that see the prompt, and so many tokens of the output."""
+    return RSWASpec(**_page(block_size), rswa_window=tokens)
+
+
+def latent_window(tokens: int, block_size: int, *, is_replayed: bool = False) -> KVCacheSpec:
+    """The same of layers that keep one vector of a token."""
+    return SlidingWindowMLASpec(**_latent(block_size), sliding_window=tokens, bounded_replay=is_replayed)
+
+
+def compressed(block_size: int, ratio: int) -> KVCacheSpec:
+    """Layers that keep one vector of so many tokens."""
+    return MLAAttentionSpec(**_latent(block_size), tokens_per_state=ratio)
+
+
+def ring(tokens: int) -> KVCacheSpec:
+    """Layers that keep the latest tokens in one block."""
+    return CircularBufferSpec(**_latent(tokens))
+
+
 def states(mode: str, block_size: int, num_drafts: int = 0) -> KVCacheSpec:
     """Layers with a state instead, and those behind so many drafts."""
     return MambaSpec(
@@ -170,6 +194,10 @@ def states(mode: str, block_size: int, num_drafts: int = 0) -> KVCacheSpec:
 
 def _page(block_size: int) -> dict[str, Any]:
     return {"block_size": block_size, "num_kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16}
+
+
+def _latent(block_size: int) -> dict[str, Any]:
+    return {**_page(block_size), "num_kv_heads": 1}
 
 
 def new_scheduler(

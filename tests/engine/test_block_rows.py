@@ -9,23 +9,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, KVCacheSpec, RSWASpec
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
-from tests.engine.rig import Rig, full, states, window
+from tests.engine.rig import Rig, compressed, full, latent_window, output_window, ring, states, window
 from vllm_llumnix.engine.block_rows import NULL_ID, Kind, kind_of
 
 WINDOW = 64
 GROUPS: dict[str, list[KVCacheSpec]] = {
     "windows": [window(WINDOW)],
+    "windows of the output": [output_window(WINDOW)],
     "a window beside": [full(), window(WINDOW), window(WINDOW)],
     "blocks of two sizes": [full(64), window(WINDOW, 16)],
     "a state beside": [full(), states("none", 2048)],
     "states that are kept": [full(), states("align", 32), states("align", 32)],
     "larger states": [full(32), states("align", 64), window(WINDOW)],
+    "compressed tokens": [latent_window(WINDOW, 64), compressed(256, 4), latent_window(8, 4), latent_window(128, 8)],
+    "rings": [compressed(256, 4), ring(8), ring(16), latent_window(WINDOW, 64, is_replayed=True)],
+    "rings and states": [full(), ring(16), states("align", 32)],
     "states alone": [states("align", 32)],
 }
+REPLAYED = "the window behind a cached prefix is being computed again"
 SHAPES = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 
 
@@ -52,7 +57,14 @@ class Memory:
         managers = self.rig.scheduler.kv_cache_manager.coordinator.single_type_managers
         for group, (table, manager) in enumerate(zip(self._tables(request), managers, strict=True)):
             first = max(0, manager.get_num_skipped_tokens(computed)) // manager.block_size
-            for at in range(first, -(-computed // manager.block_size)):
+            end = -(-computed // manager.block_size)
+            seen = range(first, end)
+            if isinstance(manager.kv_cache_spec, CircularBufferSpec):
+                seen = range(1)
+            if isinstance(manager.kv_cache_spec, RSWASpec):
+                of_prompt = -(-request.num_prompt_tokens // manager.block_size)
+                seen = [at for at in seen if at < of_prompt or (at + 1) * manager.block_size > computed - WINDOW]
+            for at in seen:
                 if self.content.get(table[at]) != Place(group, at):
                     yield Place(group, at)
 
@@ -122,7 +134,7 @@ class Move:
 
 
 def rigs(model_dir: Path, groups: Sequence[KVCacheSpec], **more: Any) -> tuple[Rig, Rig]:
-    return tuple(Rig(model_dir, num_blocks=128, groups=groups, **more) for _ in range(2))  # type: ignore[return-value]
+    return tuple(Rig(model_dir, num_blocks=512, groups=groups, **more) for _ in range(2))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -207,19 +219,36 @@ def test_no_window_is_reserved_that_nobody_looks_at(model_dir: Path) -> None:
     assert not list(move.here.lacks(move.new))
 
 
-@pytest.mark.parametrize("name", ["windows", "a window beside"])
-def test_what_is_cached_is_not_copied(model_dir: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "hits"), [("windows", 10), ("a window beside", 10), ("compressed tokens", 1), ("rings", 0)]
+)
+def test_what_is_cached_is_not_copied(model_dir: Path, name: str, hits: int) -> None:
+    """But where the window behind it is not cached."""
     source, destination = rigs(model_dir, GROUPS[name])
     destination.add("b", num_prompt=330)
     destination.turns(4)
     source.add("a", num_prompt=330)
     source.turns(12)
     move = Move(source, destination, use_prefix_cache=True)
-    assert move.held.num_hits == 10
+    assert move.held.num_hits == hits
     move.here.compute(destination.scheduler.requests["b"])
     move.round()
     move.finish()
     assert not list(move.here.lacks(move.new))
+
+
+def test_a_window_that_is_being_computed_again_is_waited_for(model_dir: Path) -> None:
+    """The source holds nothing before it, and the destination would look at what is not there."""
+    rig = Rig(model_dir, groups=GROUPS["rings"], num_blocks=512, max_num_batched_tokens=32)
+    rig.add("b", num_prompt=600)
+    rig.turns(30)
+    request = rig.add("a", num_prompt=600)
+    rig.turn()
+    assert request.replay_start == 512 - WINDOW
+    assert rig.port.why_not_now(request) == (Reason.PREFILL_RUNNING, REPLAYED)
+    rig.turns(6)
+    assert request.num_output_tokens
+    assert rig.port.why_not_now(request) is None
 
 
 def test_a_request_does_not_come_with_less_than_it_had(model_dir: Path) -> None:
@@ -272,5 +301,5 @@ def test_rows_are_blocks_of_all_groups(model_dir: Path) -> None:
 
 
 def test_kinds() -> None:
-    groups = [KVCacheGroupSpec(["layer"], spec) for spec in (full(), window(64), states("none", 64))]
-    assert [kind_of(group) for group in groups] == [Kind.ALL, Kind.WINDOW, Kind.STATE]
+    groups = [KVCacheGroupSpec(["layer"], spec) for spec in (full(), window(64), states("none", 64), ring(8))]
+    assert [kind_of(group) for group in groups] == [Kind.ALL, Kind.WINDOW, Kind.STATE, Kind.RING]

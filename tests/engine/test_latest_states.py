@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from tests.engine.rig import Rig, full, states
+from tests.engine.rig import Rig, full, ring, states
 from vllm_llumnix.engine.block_rows import NULL_ID
 from vllm_llumnix.engine.leaving import LeavingRequest
 
@@ -27,6 +27,7 @@ SIZE = 32
 GROUPS: dict[str, list[KVCacheSpec]] = {
     "kept": [full(), states("align", SIZE, NUM_DRAFTS), states("align", SIZE, NUM_DRAFTS)],
     "one at a time": [full(), states("none", 2048, NUM_DRAFTS)],
+    "beside a ring": [full(), states("align", SIZE, NUM_DRAFTS), ring(16)],
 }
 
 
@@ -61,7 +62,7 @@ class DraftRig(Rig):
             speculative_config=speculation,
         )
         self.content: dict[int, State] = {}
-        self.state_groups = range(1, len(groups))
+        self.state_groups = [index for index, spec in enumerate(groups) if isinstance(spec, MambaSpec)]
         self.is_aligned = groups[1].mamba_cache_mode == "align"  # type: ignore[attr-defined]
         self.dice = random.Random(seed)
         self.accepted = self.most_accepted = 0
@@ -133,13 +134,18 @@ def moved(source: DraftRig, destination: DraftRig, old: Any) -> Any:
     new.append_output_token_ids(list(old.output_token_ids)[known:])
     held = destination.port.reservations.grow(new, new.num_tokens)
     recurrent = frozen.accepted_ids if frozen.num_accepted else frozen.state_ids
-    for here, of_inputs, of_recurrent in zip(held.state_ids, frozen.state_ids, recurrent, strict=True):
+    of_each = list(zip(held.state_ids, frozen.state_ids, recurrent, strict=True))
+    for place in source.port.rows.ring_places:
+        here, there, also_there = of_each.pop(place)
+        assert there == also_there, "of a ring the whole block is copied"
+        assert here == destination.block_ids(new, 1 + place)[0]
+    for here, of_inputs, of_recurrent in of_each:
         inputs, there = source.content[of_inputs].inputs, source.content[of_recurrent].recurrent
         assert inputs >= 0
         destination.content[here] = State(there, inputs + frozen.num_accepted)
         assert destination.content[here] == State(frozen.computed_tokens, frozen.computed_tokens)
     destination.port.reservations.admit(new, frozen.computed_tokens)
-    for table, here in zip(destination.state_groups, held.state_ids, strict=True):
+    for table, (here, _, _) in zip(destination.state_groups, of_each, strict=True):
         column = (frozen.computed_tokens - 1) // SIZE if destination.is_aligned else 0
         blocks = destination.block_ids(new, table)
         assert blocks[column] == here

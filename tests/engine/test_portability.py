@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.request import Request
 
 from tests.engine.rig import Rig, full, states, window
@@ -145,9 +145,9 @@ def _one_more_group(engine: Any, spec: KVCacheSpec) -> None:
     engine.scheduler.kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec(["layer.9"], spec))
 
 
-def _compressed(engine: Any) -> None:
+def _hidden_states(engine: Any) -> None:
     shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
-    _one_more_group(engine, SlidingWindowMLASpec(**shape, sliding_window=64))
+    _one_more_group(engine, HiddenStateCacheSpec(**shape))
 
 
 def _states_of_drafts(engine: Any) -> None:
@@ -182,7 +182,7 @@ def _routed_experts(engine: Any) -> None:
 
 
 KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
-    "a KV cache of another kind than attention, windows and states": _compressed,
+    "a KV cache of another kind than attention, windows, states and rings": _hidden_states,
     "states that change with every step beside speculative decoding on the V1 runner": _states_of_drafts,
     "states that lag behind, with a log of what they lack (--use-replayssm)": _logged_states,
     "routed experts in the output (--enable-return-routed-experts)": _routed_experts,

@@ -226,11 +226,10 @@ def test_names_that_vllm_uses() -> None:
     )
     runner = SimpleNamespace(kv_cache_config=config, kv_caches=[torch.from_numpy(memory.bytes)])
     assert layout_of(runner) == memory.blocks
-    compressed = vllm_names.SlidingWindowMLASpec(
-        block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, sliding_window=64
+    config.kv_cache_groups[0].kv_cache_spec = vllm_names.SinkFullAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, sink_len=32
     )
-    config.kv_cache_groups[0].kv_cache_spec = compressed
-    with pytest.raises(TransportUnavailable, match="kind SlidingWindowMLASpec"):
+    with pytest.raises(TransportUnavailable, match="kind SinkFullAttentionSpec"):
         layout_of(runner)
 
 

@@ -77,7 +77,25 @@ def bad_words() -> None:
     assert logits.isinf().nonzero().tolist() == [[0, 5], [0, 7]]
 
 
-KERNELS = {function.__name__: function for function in (grammar_bitmask, top_k_top_p, bad_words)}
+def new_blocks() -> None:
+    """Pages of two sizes, which a program each fills with zeros."""
+    import torch
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.worker.utils import KVBlockZeroer
+
+    load_general_plugins()
+    memory = torch.ones(4, 3000, dtype=torch.int32)
+    zeroer = KVBlockZeroer.__new__(KVBlockZeroer)
+    zeroer.device = memory.device
+    places = torch.tensor([memory.data_ptr(), memory.data_ptr() + 4 * 1500], dtype=torch.uint64)
+    zeroer._meta = places, torch.tensor([3000, 3000]), torch.tensor([1400, 900]), 2, 1024, 2
+    zeroer.zero_block_ids([1, 3])
+    expected = torch.ones_like(memory)
+    expected[1::2, :1400] = expected[1::2, 1500:2400] = 0
+    assert torch.equal(memory, expected)
+
+
+KERNELS = {function.__name__: function for function in (grammar_bitmask, top_k_top_p, bad_words, new_blocks)}
 
 
 def decisions(model: Path) -> list[str]:

@@ -27,6 +27,7 @@ async def assert_as_unmoved(pair: Sequence[Server], begin: Callable[[Client], Aw
         unmoved, again = [await (await begin(client)).result() for _ in range(2)]
         assert outcome(unmoved) == outcome(again), "void: two unmoved runs differ"
         stream = await begin(client)
+        await stream.wait_for(1)
         moves = []
         for count, source, destination in zip(AT, (a, b), (b, a), strict=True):
             held = await held_by(source, stream, count)

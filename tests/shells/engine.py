@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import EngineZmqAddresses
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheConfig, KVCacheGroupSpec
 
 from tests.shells.model import BLOCK_SIZE, NUM_BLOCKS, FakeExecutor
 from vllm_llumnix.engine.agent import LlumletAgent
@@ -32,7 +32,6 @@ from vllm_llumnix.engine.loop import EngineLoop
 NO_MESSAGE = b"\xff"
 """A request type that vLLM does not know: its input thread ends on it."""
 JOIN_SECONDS = 10.0
-WINDOW = 4 * BLOCK_SIZE
 
 
 class Engine(EngineCoreProc):
@@ -81,7 +80,7 @@ class Engine(EngineCoreProc):
         page: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**page))]
         if self._cache_stays:
-            groups.append(KVCacheGroupSpec(["layer.1"], SlidingWindowMLASpec(**page, sliding_window=WINDOW)))
+            groups.append(KVCacheGroupSpec(["layer.1"], HiddenStateCacheSpec(**page)))
         return KVCacheConfig(
             num_blocks=NUM_BLOCKS,
             kv_cache_tensors=[],

@@ -18,7 +18,7 @@ from tests.shells.marks import MARKS
 pytestmark = MARKS
 
 both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-OF_ANOTHER_KIND = "a KV cache of another kind than attention, windows and states"
+OF_ANOTHER_KIND = "a KV cache of another kind than attention, windows, states and rings"
 
 
 async def listed(cluster: Cluster, stream: Stream, at: str = "A") -> RequestInfo:

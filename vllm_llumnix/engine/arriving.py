@@ -31,8 +31,9 @@ class ArrivingBlocks:
         self._memory: SourceMemory | None = None
         self._at_source: dict[int, Sequence[int]] = {}
         """Rows of block ids of the source."""
-        self._states_at_source: Mapping[Cuts, Sequence[int]] = {}
-        """Blocks of the source with the latest states, by what of them is copied."""
+        self._states_at_source: Mapping[Cuts, Mapping[int, int]] = {}
+        """Blocks of the source with the latest states, by what of them is copied and by their place among the states.
+        """
         self._jobs: dict[int, int] = {}
         """The machine numbers its jobs from 1, the movers' are those of all moves."""
 
@@ -83,20 +84,24 @@ class ArrivingBlocks:
 
     def find_states_at_source(self, block_ids: Sequence[int], num_accepted: int, accepted_ids: Sequence[int]) -> None:
         """The source says where the latest states are: behind so many accepted drafts, recurrent ones have blocks of
-        their own. Raises Refused unless it says so of each."""
+        their own, and rings have what they have. Raises Refused unless it says so of each."""
         rows = self._context.loop.port.rows
         if len(block_ids) != rows.num_states or len(accepted_ids) != (rows.num_states if num_accepted else 0):
             problem = f"{len(block_ids)} states and {len(accepted_ids)} behind drafts, of {rows.num_states}"
             raise Refused(Reason.INVALID_REQUEST, problem)
         if num_accepted > rows.num_drafts:
             raise Refused(Reason.INVALID_REQUEST, f"{num_accepted} drafts accepted of {rows.num_drafts}")
-        self._states_at_source = {WHOLE: block_ids}
+        self._states_at_source = {WHOLE: dict(enumerate(block_ids))}
         if num_accepted:
             assert self._memory is not None
+
+            def some(ids: Sequence[int], *, rings: bool) -> dict[int, int]:
+                return {place: block for place, block in enumerate(ids) if (place in rows.ring_places) is rings}
+
+            kinds = sorted({part.is_of for rank in self._memory.ranks for part in rank.layout.states})
             places: dict[OfStates, Sequence[int]] = {"inputs": block_ids, "recurrent": accepted_ids}
-            self._states_at_source = {
-                cuts_behind(num_accepted, kind): places[kind]
-                for kind in sorted({part.is_of for rank in self._memory.ranks for part in rank.layout.states})
+            self._states_at_source = {WHOLE: some(block_ids, rings=True)} | {
+                cuts_behind(num_accepted, kind): some(places[kind], rings=False) for kind in kinds
             }
 
     async def pull(self, wanted: Pull, *, final: bool, deadline_s: float) -> int:
@@ -116,7 +121,8 @@ class ArrivingBlocks:
         here = self.here.block_ids[width * rows.start : width * rows.stop]
         copied = dict(self._pairing.pairs([self._at_source[row] for row in rows], here))
         for cuts, states in self._states_at_source.items() if final else ():
-            copied[cuts] = [*copied.get(cuts, []), *zip(states, self.here.state_ids, strict=True)]
+            pairs = [(at_source, self.here.state_ids[place]) for place, at_source in states.items()]
+            copied[cuts] = [*copied.get(cuts, []), *pairs]
         copies = [
             BlockCopy(
                 job=self._job(wanted.job),

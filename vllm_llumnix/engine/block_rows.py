@@ -6,8 +6,8 @@ every step instead of something for each token. Who moves a request counts in ro
 
     row n    the blocks of tokens [n * size, (n + 1) * size) of every group that keeps tokens: `width` of them, group by
              group, vLLM's null block (id 0) where a window has gone on or nothing is there yet
-    states   of every other group, the one block with the state behind the last computed token; see `latest_states` for
-             what that is beside speculative decoding
+    states   of every other group, the one block that each step changes: with the state behind the last computed token,
+             see `latest_states` for what that is beside speculative decoding, or the request's ring
 
 Final blocks of a row do not change any more; states do until the request is frozen.
 """
@@ -23,9 +23,12 @@ from typing import cast
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     MambaSpec,
-    SlidingWindowMLASpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -42,6 +45,7 @@ class Kind(enum.Enum):
     ALL = "keys and values of every token"
     WINDOW = "those of the latest tokens"
     STATE = "a state that changes with every step"
+    RING = "a ring of tokens that are not compressed yet"
 
 
 def kind_of(group: KVCacheGroup) -> Kind | None:
@@ -53,13 +57,20 @@ def kind_of(group: KVCacheGroup) -> Kind | None:
 
 
 def _kind_of_layer(spec: object) -> Kind | None:
+    if isinstance(spec, HiddenStateCacheSpec | SinkFullAttentionSpec):
+        return None
+    if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec | RSWASpec):
+        return Kind.WINDOW
     if isinstance(spec, FullAttentionSpec):
         return Kind.ALL
-    if isinstance(spec, SlidingWindowMLASpec):
-        return None  # its blocks hold compressed tokens
-    if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
-        return Kind.WINDOW
+    if isinstance(spec, CircularBufferSpec):
+        return Kind.RING
     return Kind.STATE if isinstance(spec, MambaSpec) else None
+
+
+def _is_replayed(group: KVCacheGroup) -> bool:
+    """Whether the window behind a prefix of which the cache has the other groups' blocks is computed again."""
+    return group.kv_cache_spec.prefix_replay_tokens > 0
 
 
 class BlockRows:
@@ -75,13 +86,20 @@ class BlockRows:
         tokens = [index for index, kind in enumerate(kinds) if kind in (Kind.ALL, Kind.WINDOW)]
         self.takes_kv = bool(kinds) and None not in kinds
         self.is_simple = kinds == [Kind.ALL]
-        self._states = {index: managers[index] for index, kind in enumerate(kinds) if kind is Kind.STATE}
+        self._states = {index: managers[index] for index, kind in enumerate(kinds) if kind in (Kind.STATE, Kind.RING)}
+        self._rings = {index for index, kind in enumerate(kinds) if kind is Kind.RING}
         groups = scheduler.kv_cache_config.kv_cache_groups
-        state_specs = [cast(StateSpec, groups[index].kv_cache_spec) for index in self._states]
+        recurrent = self._states.keys() - self._rings
+        state_specs = [cast(StateSpec, groups[index].kv_cache_spec) for index in recurrent]
         self.num_drafts = max((spec.num_speculative_blocks for spec in state_specs), default=0)
         """Drafts of a step: of each group with states a request holds a block for each, behind that for the state."""
-        self.state_size = max((int(manager.block_size) for manager in self._states.values()), default=0)
+        self.state_size = max((int(managers[index].block_size) for index in recurrent), default=0)
         """Tokens between two states that are kept."""
+        self.caches_prefixes = not recurrent
+        """Whether what has been computed of a request serves the next that begins with the same tokens. A state does
+        by chance only, where it happens to lie where one is looked for."""
+        self.takes_hits = self.caches_prefixes and not any(map(_is_replayed, groups))
+        """Whether of a prefix that the cache has nothing else is needed."""
         sizes = {index: int(managers[index].block_size) for index in tokens}
         self.size = math.lcm(*sizes.values()) if sizes else int(scheduler.block_size)
         self._sizes = sizes
@@ -108,6 +126,11 @@ class BlockRows:
     @property
     def num_states(self) -> int:
         return len(self._states)
+
+    @property
+    def ring_places(self) -> list[int]:
+        """Those among the states that are rings."""
+        return [place for place, index in enumerate(self._states) if index in self._rings]
 
     def rows_of(self, num_tokens: int) -> int:
         """Rows that hold so many tokens, the last of them in part."""
@@ -139,7 +162,10 @@ class BlockRows:
         """The states behind `num_tokens` tokens, which are computed, one of each group that has them. Beside drafts,
         that many are what the last step was given, and the state looked for is that behind `num_accepted` drafts."""
         tables = self._manager.get_blocks(request.request_id).blocks
-        return [tables[index][_place(manager, num_tokens) + num_accepted] for index, manager in self._states.items()]
+        return [
+            tables[index][0 if index in self._rings else _place(manager, num_tokens) + num_accepted]
+            for index, manager in self._states.items()
+        ]
 
     def states_to_come(self, request: Request) -> list[Block]:
         """Of a reservation, the blocks for its states, wherever they are in their tables; they stay the same ones."""
@@ -151,7 +177,9 @@ class BlockRows:
         the last of their tables but for those of drafts. It was made, and perhaps grown, for other numbers of tokens.
         """
         pool = self._manager.block_pool
-        for manager in self._states.values():
+        for index, manager in self._states.items():
+            if index in self._rings:
+                continue
             table = manager.req_to_blocks[request.request_id]
             held = present(table)
             kept = 1 + self.num_drafts

@@ -253,6 +253,10 @@ def _has_states(engine: Engine) -> bool:
     return Kind.STATE in _kinds_of(engine)
 
 
+def _has_rings(engine: Engine) -> bool:
+    return Kind.RING in _kinds_of(engine)
+
+
 def custom_logits_processors(engine: Engine) -> list[type]:
     """The classes of an engine's own logits processors: every one that is installed as a plugin, then those of
     `--logits-processors`.
@@ -284,9 +288,9 @@ REFUSED_ENGINES = (
 
 KV_REFUSED_ENGINES = (
     RefusedEngine(
-        "a KV cache of another kind than attention, windows and states",
+        "a KV cache of another kind than attention, windows, states and rings",
         lambda engine: None in _kinds_of(engine),
-        "compressed tokens, rings, caches on the host (DeepSeek V4, HiSparse)",
+        "caches on the host (HiSparse), static sinks, hidden states that are taken out (extract_hidden_states)",
     ),
     RefusedEngine(
         "states that change with every step beside speculative decoding on the V1 runner",
@@ -316,7 +320,7 @@ KV_REFUSED_ENGINES = (
     ),
     RefusedEngine(
         "states that change with every step beside a KV connector",
-        lambda engine: engine.scheduler.connector is not None and _has_states(engine),
+        lambda engine: engine.scheduler.connector is not None and (_has_states(engine) or _has_rings(engine)),
         "connectors are told of states at other moments than of keys and values",
     ),
 )

@@ -95,19 +95,25 @@ tokens in every table that keeps tokens.
 
 | what the layers keep | in rounds | while it is frozen | at the destination | measured |
 |---|---|---|---|---|
-| every token: full attention, MLA | rows whose bytes are final | the rest | hits of the prefix cache are not copied \
-| every model |
-| a window: sliding windows, chunked local attention | the same, but for blocks that the window has left behind \
-| the rest | no block is held for what the window has left behind; hits count as far as every table has them \
-| Gemma 3, gpt-oss, windows in every layer |
+| every token, or several as one: full attention, MLA, sparse attention | rows whose bytes are final | the rest \
+| hits of the prefix cache are not copied | every model; DeepSeek V4 |
+| a window: sliding windows, chunked local attention, what is not compressed yet, windows of the output (R-SWA) \
+| the same, but for blocks that the window has left behind | the rest \
+| no block is held for what the window has left behind; hits count as far as every table has them, and not at all \
+where vLLM computes windows again behind them (DeepSeek V4.1) | Gemma 3, gpt-oss, windows in every layer, DeepSeek V4 |
 | a state: Mamba, linear attention, short convolutions | nothing | one block a table, counted in the stall budget \
 | put where the scheduler looks for it; no hits | Qwen3-Next, also beside drafts |
+| a ring: tokens that are not compressed yet, in one block (DeepSeek V4.1, Qwen4, GLM-5.3) | nothing \
+| the block, counted as a state | hits as of the others | by reading: these models run on GPUs alone |
 
 Measured (`tests/integration/test_hybrids.py`): prompts longer than four windows, there and back in the middle of a
 stream, with the tokens of an unmoved run, in bfloat16 as well; a corrupted key or state of each table changes them; a
 drain, and `kill -9` of the owner; an engine that hangs, from which windows are fetched, but no states: the step may be
 in the middle of one. Under the V2 runner and asynchronous scheduling (`tests/runner_v2/test_hybrids.py`): there and
-back, all four, with log probabilities.
+back, all four, with log probabilities. DeepSeek V4 (`tests/runner_v2/test_deepseek_v4.py`): likewise, with a prompt
+longer than seven windows and across the ends of what is compressed; a corrupted block of each of its five tables is
+noticed. Every kind, rings and windows of the output included, is moved between vLLM's own schedulers, synchronous and
+not, with what lies in each block written down (`tests/engine/test_block_rows.py`).
 
 Beside speculative decoding a step leaves a state behind each draft. What moves is that behind the last accepted one, to
 where a step without drafts looks for it, with the V2 runner: Qwen3-Next there and back while drafts are accepted

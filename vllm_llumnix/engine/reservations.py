@@ -122,7 +122,7 @@ class Reservations:
             self._keep(request, rows)
             return Reserved()
         hit_tokens, hit_blocks = 0, None
-        if use_prefix_cache and not rows.num_states:
+        if use_prefix_cache and rows.takes_hits:
             hit_blocks, hit_tokens, _ = self._manager.get_computed_blocks(request)
             aligned = hit_tokens // rows.size * rows.size
             if aligned != hit_tokens:
@@ -332,10 +332,9 @@ class Reservations:
         return True
 
     def _publish(self, request: Request, computed_tokens: int) -> None:
-        """What has arrived is cache, and what is behind it as new as any block that vLLM gives out. A state is no
-        cache: it is in place by chance only where one would be looked for."""
+        """What has arrived is cache, and what is behind it as new as any block that vLLM gives out."""
         manager, rows = self._manager, self._rows
-        if not rows.num_states:
+        if rows.caches_prefixes:
             manager.cache_blocks(request, computed_tokens // rows.size * rows.size)
         for group in self._managers:
             if group.records_new_block_ids:

@@ -50,6 +50,7 @@ class Request(Protocol):
     prefill_stats: object | None
     resumable: bool
     is_prefill_chunk: bool
+    replay_start: int
     num_computed_tokens: int
     num_in_flight_tokens: int
     num_output_placeholders: int

@@ -25,10 +25,10 @@ from vllm_llumnix.kv.vllm_types import (
     Worker,
 )
 
-_CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
-_REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "RSWASpec", "CrossAttentionSpec", "SlidingWindowMLASpec"}
+_CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec", "CircularBufferSpec"}
+_REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "CrossAttentionSpec"}
 _OF_HEADS = {"FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec"}
-_NOT_OF_HEADS = {"MLAAttentionSpec"}
+_NOT_OF_HEADS = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 _TRANSPOSED = {"vec", "vec16"}
 """Arrangements of CPU kernels that keep the keys of a head transposed."""
 _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")

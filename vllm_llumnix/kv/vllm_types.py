@@ -24,6 +24,11 @@ class KVCacheSpec(Protocol):
         """Bytes of one block, of one layer."""
         ...
 
+    @property
+    def prefix_replay_tokens(self) -> int:
+        """How many behind a cached prefix are computed again, for a window that is not cached."""
+        ...
+
 
 class AttentionSpec(KVCacheSpec, Protocol):
     """That of a layer with keys and values for each token."""

@@ -107,6 +107,15 @@ RELIED_ON: tuple[Reliance, ...] = (
         "MambaManager",
         refuses=True,
     ),
+    *_of(
+        _GROUPS,
+        "engine/block_rows.py",
+        "_claim_ring_block allocate_new_blocks allocate_external_computed_blocks remove_skipped_blocks",
+        "CircularBufferManager",
+        refuses=True,
+    ),
+    *_of(_GROUPS, "engine/block_rows.py", "remove_skipped_blocks", "RSWAManager", refuses=True),
+    *_of(_SCHEDULER, "engine/request_state.py", "_mark_prefix_replay", "Scheduler"),
     # Where workers leave the states of drafts, and how they go on from the last that was accepted.
     *_of(
         _STATES,

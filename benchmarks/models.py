@@ -79,19 +79,19 @@ class Found:
 
 
 def spec_of(family: str, size: str, runner: Runner, length: int) -> ServerSpec:
-    dtype: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ("--no-enable-prefix-caching",)
     if family == "llama":
         model = build_llama(PRESETS[size])
     else:
         other = OTHER[family]
-        model, dtype = build(other.enlarged() if size == LARGE else other), ("--dtype", other.dtype)
+        model, flags = build(other.enlarged() if size == LARGE else other), (*flags, *other.flags)
     return ServerSpec(
         model,
         runner=runner,
         max_model_len=min(8192, 2 * length + 2048),
         max_num_seqs=4,
         block_size=None,
-        flags=("--no-enable-prefix-caching", *dtype),
+        flags=flags,
     )
 
 

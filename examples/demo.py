@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     with saying("building the model") as say:
         name = options.model
         model = build(PRESETS[name]) if name in PRESETS else build_other(OTHER[name])
-        flags = ("--dtype", OTHER[name].dtype) if name in OTHER else ()
+        flags = OTHER[name].flags if name in OTHER else ()
         try:
             with Fleet(options.logs, say) as fleet:
                 specs = [ServerSpec(model, name=name, instance_id=name, flags=flags) for name in NAMES]

@@ -68,6 +68,12 @@ class Memory:
                 if self.content.get(table[at]) != Place(group, at):
                     yield Place(group, at)
 
+    def publishes(self) -> Iterator[int]:
+        """Blocks in the prefix cache in which nothing has arrived."""
+        for block in self.rig.port.block_pool.blocks:
+            if block.block_hash is not None and block.block_id not in self.content:
+                yield block.block_id
+
     def _tables(self, request: Any) -> Sequence[list[int]]:
         return [
             self.rig.block_ids(request, group)
@@ -116,6 +122,8 @@ class Move:
             source.turn()
         self._learn()
         self.there.compute(self.old)
+        if frozen.num_blocks > self.held.num_rows:
+            self.held = destination.port.reservations.grow(self.new, self.new.num_tokens)
         rows = source.port.rows
         from_row = min(self.copied, frozen.num_blocks - bool(rows.num_states))
         self._copy(frozen.block_ids[rows.width * from_row :], from_row, self.there.content)
@@ -155,6 +163,7 @@ def test_all_that_is_looked_at_has_arrived(
     new = move.new
     assert new.num_computed_tokens == new.num_tokens - 1
     assert not list(move.here.lacks(new))
+    assert not list(move.here.publishes())
     computed = new.num_computed_tokens
     output = destination.begin()
     assert output.num_scheduled_tokens == {"a": 1}
@@ -235,6 +244,55 @@ def test_what_is_cached_is_not_copied(model_dir: Path, name: str, hits: int) -> 
     move.round()
     move.finish()
     assert not list(move.here.lacks(move.new))
+
+
+@pytest.mark.parametrize("name", ["windows", "a window beside", "compressed tokens", "windows of the output"])
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_what_has_not_arrived_is_no_cache(model_dir: Path, name: str, rounds: int) -> None:
+    """What was in the window when it was reserved, and is not any more when it is copied, is not there."""
+    for steps in range(40, 90, 7):
+        source, destination = rigs(model_dir, GROUPS[name])
+        source.add("a", num_prompt=440)
+        source.turns(12)
+        move = Move(source, destination)
+        for _ in range(rounds):
+            move.round()
+        source.turns(steps)
+        move.finish()
+        assert not list(move.here.lacks(move.new))
+        assert not list(move.here.publishes())
+        assert any(block.block_hash for block in destination.port.block_pool.blocks), "nothing is: void"
+
+
+@pytest.mark.parametrize("name", ["compressed tokens", "windows of the output", "blocks of two sizes"])
+def test_who_has_come_holds_as_much_as_it_did(model_dir: Path, name: str) -> None:
+    """Blocks of a whole row are held for who comes; nobody needs those behind its last token afterwards."""
+    source, destination = rigs(model_dir, GROUPS[name])
+    old = source.add("a", num_prompt=440)
+    source.turns(60)
+    held = source.port.rows.num_held(old)
+    move = Move(source, destination)
+    move.round()
+    move.finish()
+    assert move.held.num_blocks == sum(map(bool, [*move.held.block_ids, *move.held.state_ids]))
+    assert destination.port.rows.num_held(move.new) <= held + 2 * len(GROUPS[name])
+
+
+def test_a_last_row_has_no_more_than_windows_span(model_dir: Path) -> None:
+    rows = Rig(model_dir, groups=GROUPS["compressed tokens"]).port.rows
+    assert (rows.width, rows.most_in_last) == (4 + 1 + 64 + 32, 2 + 1 + 3 + 17)
+
+
+def test_who_lost_its_blocks_while_its_window_was_computed_again_waits_for_nobody(model_dir: Path) -> None:
+    rig = Rig(model_dir, groups=GROUPS["rings"], num_blocks=512, max_num_batched_tokens=32)
+    rig.add("b", num_prompt=600)
+    rig.turns(30)
+    request = rig.add("a", num_prompt=600)
+    rig.turn()
+    rig.scheduler.running.remove(request)
+    rig.scheduler._preempt_request(request, 0.0)
+    assert request.replay_start
+    assert rig.port.why_not_now(request) is None
 
 
 def test_a_window_that_is_being_computed_again_is_waited_for(model_dir: Path) -> None:

@@ -20,9 +20,10 @@ from vllm.v1.sample.sampler import Sampler
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.config import ACCEPTABLE
 from vllm_llumnix.engine.attach import _compile_logprobs
-from vllm_llumnix.engine.facts import reasoning_of, text_config_of, watermark_of
+from vllm_llumnix.engine.facts import reasoning_of, watermark_of
 from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
+from vllm_llumnix.kv.fingerprint import text_config_of
 from vllm_llumnix.kv.vllm_cache import caches_of
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}

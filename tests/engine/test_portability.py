@@ -18,7 +18,7 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.request import Request
 
-from tests.engine.rig import Rig, full, states, window
+from tests.engine.rig import Rig, full, ring, states, window
 from tests.exactness import test_lora, test_matrix, test_together
 from tests.integration import test_any_state, test_images, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
@@ -155,6 +155,11 @@ def _states_of_drafts(engine: Any) -> None:
     engine.vllm_config.speculative_config = object()
 
 
+def _rings(engine: Any) -> None:
+    _one_more_group(engine, ring(16))
+    engine.scheduler.use_v2_model_runner = False
+
+
 def _logged_states(engine: Any) -> None:
     _one_more_group(engine, states("align", 32))
     engine.vllm_config.cache_config.use_replayssm = True
@@ -184,6 +189,7 @@ def _routed_experts(engine: Any) -> None:
 KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "a KV cache of another kind than attention, windows, states and rings": _hidden_states,
     "states that change with every step beside speculative decoding on the V1 runner": _states_of_drafts,
+    "rings on the V1 runner": _rings,
     "states that lag behind, with a log of what they lack (--use-replayssm)": _logged_states,
     "routed experts in the output (--enable-return-routed-experts)": _routed_experts,
     "a KV connector of which moves know nothing (--kv-transfer-config)": _connector,

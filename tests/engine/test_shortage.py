@@ -4,20 +4,44 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SECONDS
 from tests.engine.loop import Loop, new_loop
-from tests.engine.rig import BLOCK_SIZE, Rig
+from tests.engine.rig import BLOCK_SIZE, Rig, full, window
 from tests.engine.test_scheduler_port import KINDS
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.shortage import Shortage
 
 NUM_BLOCKS = 13
 """Twelve are for requests: three of four blocks each fill it."""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "groups", [[full(), window(64), window(64)], [full(64), window(64, 16)]]
+)
+def test_of_several_groups_no_preemption_comes_unforeseen(
+    model_dir: Path, groups: Sequence[KVCacheSpec], asynchronous: bool
+) -> None:
+    rig = Rig(model_dir, num_blocks=40, groups=groups, asynchronous=asynchronous)
+    for name, num_prompt in (("a", 120), ("b", 116), ("c", 112)):
+        rig.add(name, num_prompt=num_prompt, max_tokens=600)
+    foreseen, quiet, before = 0, 0, 0
+    for _ in range(1500):
+        short = bool(rig.port.shortage.lacking())
+        rig.turn()
+        preempted, before = rig.port.load.num_preemptions() - before, rig.port.load.num_preemptions()
+        assert short or not preempted
+        foreseen += bool(preempted)
+        quiet += not short
+    assert foreseen
+    assert quiet > 100
 
 
 class Pressed:

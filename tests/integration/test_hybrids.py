@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines with KV caches of several kinds: sliding windows beside full attention (Gemma 3; gpt-oss, with experts and
-sinks), linear attention beside it (Qwen3-Next), or windows in every layer.
+sinks), linear attention, Mamba or convolutions beside it (Qwen3-Next, Nemotron-H, LFM 2), or one of them in all layers.
 
 Whoever moves with its KV cache goes on with the tokens of an unmoved run, in any data type. So does, in float32, who
 was computed again from its tokens. Qwen3-Next computes in bfloat16 on CPUs, where streams part in time: there, each
@@ -44,9 +44,22 @@ AT = 30
 MOVE_S = 3.0
 NOISE = 0.5
 """Difference of two log probabilities, in nats, that bfloat16 may make. A token out of place has 3 to 12 less."""
-GROUPS = {"gemma3": 4, "gpt-oss": 2, "qwen3-next": 4, "windows": 1}
+GROUPS = {
+    "gemma3": 4,
+    "gpt-oss": 2,
+    "qwen3-next": 4,
+    "nemotron-h": 3,
+    "windows": 1,
+    "mamba2": 1,
+    "olmo3": 4,
+    "cohere2": 4,
+    "llama4": 4,
+    "lfm2": 4,
+    "granite4": 4,
+    "falcon-h1": 2,
+}
 """KV cache groups of each model. Each has one block of the last row, or a state."""
-WITH_STATES = {"qwen3-next"}
+WITH_STATES = {"qwen3-next", "nemotron-h", "mamba2", "lfm2", "granite4", "falcon-h1"}
 
 
 class Pair:
@@ -95,18 +108,18 @@ class Pair:
             name=name,
             instance_id=name,
             max_model_len=4096,
-            flags=("--dtype", self.model.dtype, *flags),
+            flags=(*self.model.flags, *flags),
             **fields,
         )
 
 
-def models(*more: str) -> pytest.MarkDecorator:
-    """All of them; of these, those named `more` in the large suite only."""
-    names = [pytest.param(name, marks=pytest.mark.full) if name in more else name for name in GROUPS]
+def models(*few: str) -> pytest.MarkDecorator:
+    """All of them; others than these in the large suite only."""
+    names = [name if name in few else pytest.param(name, marks=pytest.mark.full) for name in GROUPS]
     return pytest.mark.parametrize("pair", names, indirect=True, scope="module")
 
 
-MOST, FEW = models("windows"), models("windows", "gpt-oss")
+MOST, FEW = models("gemma3", "gpt-oss", "qwen3-next", "nemotron-h"), models("gemma3", "qwen3-next")
 
 
 @pytest.fixture(scope="module")

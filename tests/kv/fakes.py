@@ -197,6 +197,7 @@ class FakeWorker:
         self.vllm_config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context={"0": layer, "1": layer}),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: {"model_type": "fake"})),
         )
         self.model_runner = SimpleNamespace(
             kv_cache_config=kv_cache_config(memory),

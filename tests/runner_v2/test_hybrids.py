@@ -15,16 +15,16 @@ from tests.support.client import Client, Stream
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.other_models import OTHER, build
 
-FAMILIES = ["gemma3", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt-oss", "windows", "qwen3-next"))]
+MORE = ("gpt-oss", "windows", "qwen3-next", "nemotron-h", "mamba2")
+FAMILIES = ["gemma3", *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     model = OTHER[request.param]
-    flags = ("--dtype", model.dtype)
     with Fleet(tmp_path_factory.mktemp(request.param)) as fleet:
         specs = [
-            ServerSpec(build(model), name=name, instance_id=name, runner="v2", max_model_len=1024, flags=flags)
+            ServerSpec(build(model), name=name, instance_id=name, runner="v2", max_model_len=1024, flags=model.flags)
             for name in "ab"
         ]
         yield fleet.start(*specs)

@@ -25,7 +25,7 @@ from tests.support.other_models import OTHER, build
 MODEL = OTHER["qwen3-moe"]
 PROMPT = list(range(100, 160))
 LENGTH = 48
-FLAGS = ("--dtype", MODEL.dtype, "--enable-return-routed-experts")
+FLAGS = (*MODEL.flags, "--enable-return-routed-experts")
 
 
 @pytest.fixture(scope="module")

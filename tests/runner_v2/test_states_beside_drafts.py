@@ -38,7 +38,7 @@ FEW: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     model = OTHER["qwen3-next"]
-    flags = ("--dtype", model.dtype, "--speculative-config", json.dumps(SPECULATION))
+    flags = (*model.flags, "--speculative-config", json.dumps(SPECULATION))
     with Fleet(tmp_path_factory.mktemp("drafts")) as fleet:
         specs = [
             ServerSpec(build(model), name=name, instance_id=name, runner="v2", max_model_len=1024, flags=flags)

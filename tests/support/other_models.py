@@ -34,12 +34,21 @@ class OtherModel:
     gain: float = 2.4
     dtype: str = "float32"
     hidden_size: int = 128
+    head_dim: int = 64
     repeats: int = 1
     """How often the four layers of `fields` come."""
+    needs: tuple[str, ...] = ()
+    """Flags of `vllm serve` without which it does not run on a CPU."""
 
     def enlarged(self) -> OtherModel:
         """For measurements: as wide and as deep as `tests.support.model`'s "bench"."""
-        return dataclasses.replace(self, hidden_size=512, repeats=4)
+        wider = {name: 4 * value if name in _AS_WIDE else value for name, value in self.fields.items()}
+        return dataclasses.replace(self, fields=wider, hidden_size=512, repeats=4)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of `vllm serve`."""
+        return ("--dtype", self.dtype, *self.needs)
 
     @property
     def digest(self) -> str:
@@ -47,7 +56,12 @@ class OtherModel:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_AS_WIDE = {"num_heads", "conv_dim", "block_dim", "block_ff_dim"}
+"""Fields that go with the hidden size."""
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_CHUNKED, _CONVOLUTION, _MAMBA = "chunked_attention", "conv", "mamba"
+_NO_PREFIX_CACHING = ("--no-enable-prefix-caching",)
+"""Where vLLM keeps states for the prefix cache, it looks for more of them than its scan of Mamba 2 on a CPU gives."""
 OTHER = {
     "gemma3": OtherModel(
         "Gemma3TextConfig",
@@ -107,6 +121,91 @@ OTHER = {
         gain=1.0,
         dtype="bfloat16",
     ),
+    "olmo3": OtherModel(
+        "Olmo3Config",
+        {"intermediate_size": 256, "sliding_window": 64, "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    ),
+    "cohere2": OtherModel(
+        "Cohere2Config",
+        {"intermediate_size": 256, "sliding_window": 64, "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    ),
+    # Windows that do not slide: a token looks at its own 64.
+    "llama4": OtherModel(
+        "Llama4TextConfig",
+        {
+            "intermediate_size": 128,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "moe_layers": [0, 1, 2, 3],
+            "attention_chunk_size": 64,
+            "layer_types": [_CHUNKED, _CHUNKED, _CHUNKED, _FULL],
+            "no_rope_layers": [1, 1, 1, 0],
+        },
+    ),
+    # Short convolutions: the state is their latest inputs.
+    "lfm2": OtherModel(
+        "Lfm2Config",
+        {
+            "intermediate_size": 256,
+            "layer_types": [_CONVOLUTION, _CONVOLUTION, _CONVOLUTION, _FULL],
+            # vLLM reads these of the checkpoints, Hugging Face's class knows none of them.
+            "conv_dim": 128,
+            "block_dim": 128,
+            "block_ff_dim": 256,
+            "block_multiple_of": 1,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+        },
+        head_dim=32,
+    ),
+    "nemotron-h": OtherModel(
+        "NemotronHConfig",
+        {
+            "intermediate_size": 256,
+            "layers_block_type": [_MAMBA, "mlp", _MAMBA, "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 32,
+            "n_groups": 1,
+            "chunk_size": 64,
+        },
+        needs=_NO_PREFIX_CACHING,
+    ),
+    "granite4": OtherModel(
+        "GraniteMoeHybridConfig",
+        {
+            "intermediate_size": 256,
+            "shared_intermediate_size": 256,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": [_MAMBA, _MAMBA, _MAMBA, "attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 64,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 64,
+        },
+        needs=_NO_PREFIX_CACHING,
+    ),
+    # Attention and a state in every layer.
+    "falcon-h1": OtherModel(
+        "FalconH1Config",
+        {
+            "intermediate_size": 256,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 64,
+            "mamba_d_ssm": 256,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 64,
+        },
+        needs=_NO_PREFIX_CACHING,
+    ),
+    # States alone. Its heads together are `expand` times as wide as the hidden size.
+    "mamba2": OtherModel(
+        "Mamba2Config", {"expand": 2, "num_heads": 4, "state_size": 32, "n_groups": 1, "chunk_size": 64}
+    ),
     "qwen3-moe": OtherModel(
         "Qwen3MoeConfig",
         {"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
@@ -125,8 +224,8 @@ def _write(model: OtherModel, out: Path) -> None:
 
     tokenizer = write_tokenizer(out, VOCABULARY, POSITIONS)
     fields = dict(model.fields)
-    if "layer_types" in fields:
-        fields["layer_types"] = fields["layer_types"] * model.repeats
+    for of_each_layer in {"layer_types", "layers_block_type"} & fields.keys():
+        fields[of_each_layer] = fields[of_each_layer] * model.repeats
     config = getattr(transformers, model.config)(
         vocab_size=VOCABULARY,
         max_position_embeddings=POSITIONS,
@@ -134,7 +233,7 @@ def _write(model: OtherModel, out: Path) -> None:
         num_hidden_layers=4 * model.repeats,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=model.head_dim,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.token_to_id(BOS),
         eos_token_id=tokenizer.token_to_id(EOS),

@@ -40,7 +40,7 @@ class ArrivingBlocks:
     @property
     def count(self) -> int:
         """Number of blocks that are held here. Any thread."""
-        return len(self.here.block_ids)
+        return self.here.num_blocks
 
     def come_from(self, source_memory: bytes, row_tokens: int) -> None:
         """Blocks of which rows of `row_tokens` tokens are there. Raises Refused unless what was computed there goes on

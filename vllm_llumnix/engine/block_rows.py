@@ -73,6 +73,15 @@ def _is_replayed(group: KVCacheGroup) -> bool:
     return group.kv_cache_spec.prefix_replay_tokens > 0
 
 
+def _seen(group: KVCacheGroup) -> int:
+    """How many tokens a window spans; 0 if there is no such number."""
+    spec = group.kv_cache_spec
+    (layer, *_) = getattr(spec, "kv_cache_specs", {}).values() or [spec]
+    if isinstance(layer, SlidingWindowSpec):
+        return int(layer.sliding_window + layer.extra_retained_tokens)
+    return int(layer.attention_chunk_size) if isinstance(layer, ChunkedLocalAttentionSpec) else 0
+
+
 class BlockRows:
     """The rows and states of the requests of one scheduler. Loop thread only.
 
@@ -98,11 +107,12 @@ class BlockRows:
         self.caches_prefixes = not recurrent
         """Whether what has been computed of a request serves the next that begins with the same tokens. A state does
         by chance only, where it happens to lie where one is looked for."""
-        self.takes_hits = self.caches_prefixes and not any(map(_is_replayed, groups))
+        self.takes_hits = not self._states and not any(map(_is_replayed, groups))
         """Whether of a prefix that the cache has nothing else is needed."""
         sizes = {index: int(managers[index].block_size) for index in tokens}
         self.size = math.lcm(*sizes.values()) if sizes else int(scheduler.block_size)
         self._sizes = sizes
+        self._seen = {index: _seen(groups[index]) for index, kind in enumerate(kinds) if kind is Kind.WINDOW}
         self.width = sum(self.size // size for size in sizes.values())
 
     def of_size(self, size: int) -> BlockRows:
@@ -112,6 +122,12 @@ class BlockRows:
         rows = copy.copy(self)
         rows.size, rows.width = size, self.width * (size // self.size)
         return rows
+
+    @property
+    def most_in_last(self) -> int:
+        """Blocks that the last row can have: of windows no more than they span."""
+        seen = {index: -(-tokens // self._sizes[index]) + 1 for index, tokens in self._seen.items() if tokens}
+        return sum(min(self.size // size, seen.get(index, self.size)) for index, size in self._sizes.items())
 
     @property
     def holds_several(self) -> bool:
@@ -185,6 +201,16 @@ class BlockRows:
             kept = 1 + self.num_drafts
             table[:] = [pool.null_block] * _place(manager, computed_tokens) + held[:kept]
             pool.free_blocks(reversed(held[kept:]))
+
+    def give_back(self, request: Request, positions: int) -> None:
+        """Blocks that are held for what comes behind so many positions."""
+        pool = self._manager.block_pool
+        managers: Sequence[GroupManager] = self._manager.coordinator.single_type_managers
+        for index, size in self._sizes.items():
+            table = managers[index].req_to_blocks[request.request_id]
+            first = -(-positions // size)
+            pool.free_blocks(reversed(present(table[first:])))
+            del table[first:]
 
     def num_held(self, request: Request) -> int:
         """Blocks of all groups."""

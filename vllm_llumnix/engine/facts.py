@@ -17,22 +17,9 @@ from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.vllm_types import KVCacheGroup
 from vllm_llumnix.patching import state
 
-_NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
-"""What a model's configuration says of where it came from: the same model may lie under another path."""
-
 WRITTEN_AS_BY = {"0.33.0": "0.32.0"}
 """Releases of vLLM that keep in a KV cache, byte by byte, what an earlier one keeps there. `make test-next` moves
 requests between them."""
-
-
-def text_config_of(model: Any) -> str:
-    """A short name for all that the model's configuration says of how it computes, overrides included.
-
-    Parameters do not tell of rotary embeddings: those are buffers. model: vLLM's `ModelConfig`.
-    """
-    described = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NAMES}
-    text = json.dumps(described, sort_keys=True, default=lambda value: type(value).__qualname__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def reasoning_of(config: Any) -> list[list[int]] | None:
@@ -59,6 +46,7 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
 
     config = engine.vllm_config
     model, parallel = config.model_config, config.parallel_config
+    groups = engine.scheduler.kv_cache_config.kv_cache_groups
     layouts = [mover.memory.layout for mover in movers]
     sizes = {
         "PP": parallel.pipeline_parallel_size,
@@ -71,12 +59,13 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         "vllm": f"{vllm.__version__} with patches {state.current().digest}",
         "device": ", ".join(devices),
         "parallel": " ".join([f"TP {parallel.tensor_parallel_size}", *stages]),
-        "model": "#" + text_config_of(model),
+        "model": "#" + " ".join(sorted({mover.config for mover in movers})),
         "weights": f"#{sum(mover.common_weights for mover in movers) % 2**32:08x}",
         # These see what the runner keeps as parameters; on CPU, packed linear layers are not among them.
         PARAMETERS: named([mover.weights for mover in movers]),
         "dtype": model.dtype,
         "cache_dtype": config.cache_config.cache_dtype,
+        "window_replay": sum(group.kv_cache_spec.prefix_replay_tokens for group in groups),
         "model_runner": "V2" if engine.scheduler.use_v2_model_runner else "V1",
         "vocab_size": model.get_vocab_size(),
         "quantization": model.quantization,
@@ -92,9 +81,7 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
     }
     cache = {
         BLOCK_SIZE: engine.scheduler.block_size,
-        "groups": ", ".join(
-            _described(group, engine.scheduler.block_size) for group in engine.scheduler.kv_cache_config.kv_cache_groups
-        ),
+        "groups": ", ".join(_described(group, engine.scheduler.block_size) for group in groups),
         # Whether layers or blocks are outermost is no matter.
         "layout": ", ".join(sorted({layout.interior for layout in layouts})),
         STAGES: f"{' '.join(stages)} in turns of {parallel.cp_kv_cache_interleave_size}" if stages else "",

@@ -98,7 +98,7 @@ class Migrations:
         plan = Plan(
             method=way.method,
             epoch_next=residence.claim_next_epoch(),
-            bytes_per_block=self._context.movers.bytes_per_block * rows.width,
+            bytes_per_block=self._context.movers.bytes_per_block * rows.most_in_last,
             state_bytes=self._context.movers.bytes_per_block * rows.num_states,
             stall_budget_s=budget_ms / 1e3,
             force=asked.force,

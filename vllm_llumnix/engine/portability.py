@@ -302,6 +302,11 @@ KV_REFUSED_ENGINES = (
         "it forgets how many drafts were accepted of a request that is left out of a step, as a frozen one is",
     ),
     RefusedEngine(
+        "rings on the V1 runner",
+        lambda engine: _has_rings(engine) and not engine.scheduler.use_v2_model_runner,
+        "it keeps what DeepSeek V4.1 hashes of the latest tokens beside the KV cache",
+    ),
+    RefusedEngine(
         "states that lag behind, with a log of what they lack (--use-replayssm)",
         lambda engine: engine.vllm_config.cache_config.use_replayssm and _has_states(engine),
         "how much of the log counts is known to the worker alone; vLLM has no KV connector beside it, either",

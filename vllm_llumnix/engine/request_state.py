@@ -229,7 +229,7 @@ def why_not_now(request: Request) -> tuple[Reason, str] | None:
         return Reason.NOT_STARTED, "it has arrived with its KV cache and has not been scheduled yet"
     if not request.num_output_tokens and _wants_prompt_logprobs(request.sampling_params):
         return Reason.PREFILL_RUNNING, "the log probabilities of its prompt are not complete"
-    if request.replay_start and request.is_prefill_chunk:
+    if request.replay_start and request.is_prefill_chunk and request.num_computed_tokens:
         return Reason.PREFILL_RUNNING, "the window behind a cached prefix is being computed again"
     return None
 

@@ -37,6 +37,8 @@ class Reserved:
     """Row by row."""
     state_ids: list[int] = dataclasses.field(default_factory=list)
     """Blocks for the latest states, one of each group that has states."""
+    num_blocks: int = 0
+    """All that are held, of every group."""
 
 
 class Reservations:
@@ -144,6 +146,7 @@ class Reservations:
         self._keep(request, rows)
         if brought:
             self._least_computed[request.request_id] = computed_tokens
+            self._let_go(request, computed_tokens)
         return self._held(request, hit_tokens // rows.size)
 
     def _keep(self, request: Request, rows: BlockRows) -> None:
@@ -190,6 +193,8 @@ class Reservations:
             self._rows.seat_states(request, computed_tokens)
         if computed_tokens and not self._extend(request, request.num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no block left for the next token")
+        if computed_tokens and self._rows_for(request).holds_several:
+            self._rows.give_back(request, self._positions(request.num_tokens))
         self._connectors.meet(request)
         request.events.clear()
         request.status = RequestStatus.WAITING
@@ -201,6 +206,7 @@ class Reservations:
         scheduler.requests[request.request_id] = request
         if computed_tokens:
             request.num_computed_tokens = computed_tokens
+            self._let_go(request, computed_tokens)
             self._publish(request, computed_tokens)
             scheduler.kv_holding_waiting.prepend_request(request)
         else:
@@ -331,6 +337,11 @@ class Reservations:
         self._connectors.give_out(ids_of(own))
         return True
 
+    def _let_go(self, request: Request, computed_tokens: int) -> None:
+        """Of what a window has left behind, as vLLM's next step would. It was reserved when the window was there, and
+        has not been copied since: it must not become cache."""
+        self._manager.remove_skipped_blocks(request.request_id, computed_tokens, request.num_prompt_tokens)
+
     def _publish(self, request: Request, computed_tokens: int) -> None:
         """What has arrived is cache, and what is behind it as new as any block that vLLM gives out."""
         manager, rows = self._manager, self._rows
@@ -345,7 +356,7 @@ class Reservations:
         rows = self._rows_for(request)
         num_rows = rows.count(request)
         blocks = ids_of(rows.blocks(request, num_rows * rows.size))
-        return Reserved(num_hits, num_rows, blocks, ids_of(rows.states_to_come(request)))
+        return Reserved(num_hits, num_rows, blocks, ids_of(rows.states_to_come(request)), rows.num_held(request))
 
     def _rows_for(self, request: Request) -> BlockRows:
         return self._counted_in.get(request.request_id, self._rows)

@@ -101,7 +101,9 @@ class SchedulerPort:
         self.latest_states = LatestStates(scheduler, self.rows)
         self.connectors = Connectors(scheduler)
         self.reservations = Reservations(scheduler, self.rows, self.load, self.newcomers, self.connectors)
-        self.shortage = Shortage(scheduler, self.load.num_preemptions, holds=self.rows.is_simple)
+        self.shortage = Shortage(
+            scheduler, self.load.num_preemptions, holds=self.rows.is_simple, sizes=self.rows.column_sizes
+        )
         self.shortage.on_change = self.load.touch
         self.kv_cache_manager = scheduler.kv_cache_manager
         self.block_pool = scheduler.kv_cache_manager.block_pool

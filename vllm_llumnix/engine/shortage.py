@@ -10,7 +10,7 @@ anew. Who is left out keeps its blocks, and its next token is what it would have
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llumlet.protocol.shortage import Shortages
 from vllm_llumnix.engine.vllm_types import Request, Scheduler
@@ -18,7 +18,8 @@ from vllm_llumnix.engine.vllm_types import Request, Scheduler
 
 class Shortage:
     """Follows the shortages of one engine. `num_preemptions`: of its scheduler, since the start. `holds`: its cache is
-    of one kind, so that the blocks of a request follow from its tokens; else vLLM preempts as it always did."""
+    of one kind, so that the blocks of a request follow from its tokens; else vLLM preempts as it always did. `sizes`:
+    tokens of a block of each group that keeps tokens, if there are several."""
 
     def __init__(
         self,
@@ -26,6 +27,7 @@ class Shortage:
         num_preemptions: Callable[[], int],
         *,
         holds: bool,
+        sizes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_blocks = 0
@@ -38,6 +40,7 @@ class Shortage:
         self._manager = scheduler.kv_cache_manager
         self._num_preemptions = num_preemptions
         self._holds = holds
+        self._sizes = tuple(sizes) or (int(scheduler.block_size),)
         self._clock = clock
         self._shortages = Shortages()
 
@@ -67,10 +70,10 @@ class Shortage:
         """Running requests for which the coming step would find no block, in vLLM's order; `num_blocks` is how many
         blocks that are."""
         scheduler, running = self._scheduler, self._scheduler.running
-        self.num_blocks, size = 0, scheduler.block_size
+        self.num_blocks, sizes = 0, self._sizes
         ahead, budget = int(scheduler.num_lookahead_tokens), scheduler.max_num_scheduled_tokens
         free = self._manager.block_pool.get_num_free_blocks()
-        if free > len(running) * (2 + ahead // size) + budget // size:
+        if free > sum(len(running) * (2 + ahead // size) + budget // size for size in sizes):
             return []  # whatever they do
         lacking, step = [], scheduler.current_step + 1
         for request in running:
@@ -78,10 +81,10 @@ class Shortage:
             if number <= 0 or step < request.next_decode_eligible_step:
                 continue
             computed = request.num_computed_tokens
-            needed = -(-min(computed + number + ahead, self._manager.max_model_len) // size)
+            end = min(computed + number + ahead, self._manager.max_model_len)
             # For what is computed it has them; to look is what takes time, and of decodes few begin a block.
-            if needed > -(-(computed + ahead) // size):
-                blocks = needed - len(self._manager.get_blocks(request.request_id).blocks[0])
+            if any(-(-end // size) > -(-(computed + ahead) // size) for size in sizes):
+                blocks = self._lacks(request, end)
                 if blocks > free:
                     self.num_blocks += blocks - free
                     lacking.append(request)
@@ -89,6 +92,22 @@ class Shortage:
                 free -= max(blocks, 0)
             budget -= number
         return lacking
+
+    def _lacks(self, request: Request, end: int) -> int:
+        """Blocks for its first `end` tokens that it does not have. Of several groups, what vLLM says: windows that move
+        on may give some back first."""
+        if self._holds:
+            return -(-end // self._sizes[0]) - len(self._manager.get_blocks(request.request_id).blocks[0])
+        needed = self._manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=end,
+            new_computed_blocks=self._manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=request.num_computed_tokens,
+            num_local_computed_tokens=request.num_computed_tokens,
+            num_tokens_main_model=end - int(self._scheduler.num_lookahead_tokens),
+        )
+        return int(needed)
 
 
 def tokens_to_schedule(request: Request) -> int:

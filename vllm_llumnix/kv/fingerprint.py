@@ -1,19 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A name for the weights that a worker has loaded."""
+"""Names for the model that a worker has loaded: for its configuration, and for its weights."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
 
+_NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
+"""What a model's configuration says of where it came from: the same model may lie under another path."""
 SAMPLED_BYTES = 4096
 SAMPLED_ROWS = 64
+
+
+def text_config_of(model: Any) -> str:
+    """A short name for all that the model's configuration says of how it computes, overrides included.
+
+    Parameters do not tell of rotary embeddings: those are buffers. model: vLLM's `ModelConfig` of a worker with the
+    model: some models (Llama 4, Falcon-H1) correct their configuration when they are built, in the process that does
+    it, so that engines with workers of their own and without would be told apart by what the engine's says.
+    """
+    described = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NAMES}
+    text = json.dumps(described, sort_keys=True, default=lambda value: type(value).__qualname__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint(model: torch.nn.Module) -> str:

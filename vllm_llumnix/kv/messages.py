@@ -100,9 +100,9 @@ class MoverInfo(msgspec.Struct, frozen=True):
     endpoint: where the mover listens (`ipc://…`, this host and user only). thread: the mover itself. isa: how the
     attention kernels arrange the inside of a page; bytes mean the same only between equal values. weights: fingerprint
     of this rank's part of the model's parameters; common_weights: this rank's part of one that does not depend on how
-    the model is split. caches: what each layer keeps of a token, see `vllm_cache`. copied_by: the backend of `kernels`
-    that proved right here, empty if no block can be moved; passed_over: what would have come before it, and why it does
-    not.
+    the model is split. config: a name for the model's configuration. caches: what each layer keeps of a token, see
+    `vllm_cache`. copied_by: the backend of `kernels` that proved right here, empty if no block can be moved;
+    passed_over: what would have come before it, and why it does not.
     """
 
     rank: int
@@ -113,6 +113,7 @@ class MoverInfo(msgspec.Struct, frozen=True):
     device: str
     weights: str
     common_weights: int = 0
+    config: str = ""
     caches: str = ""
     copied_by: str = ""
     passed_over: tuple[str, ...] = ()

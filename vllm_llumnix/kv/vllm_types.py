@@ -106,6 +106,9 @@ class CompilationConfig(Protocol):
 
 
 class ModelConfig(Protocol):
+    hf_text_config: Any
+    """Hugging Face's, of the part of the model that has to do with text."""
+
     def get_vocab_size(self) -> int: ...
 
 

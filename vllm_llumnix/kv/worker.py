@@ -13,7 +13,7 @@ import torch
 from vllm_llumnix import faults
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.data_plane import DataPlane
-from vllm_llumnix.kv.fingerprint import common_fingerprint, fingerprint
+from vllm_llumnix.kv.fingerprint import common_fingerprint, fingerprint, text_config_of
 from vllm_llumnix.kv.grants import CAPTURES
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS
@@ -71,6 +71,7 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
             device=device,
             weights=fingerprint(worker.model_runner.model),
             common_weights=common_fingerprint(worker.model_runner.model, worker.rank % tensor_parallel),
+            config=text_config_of(worker.vllm_config.model_config),
             caches=caches_of(worker.model_runner),
             copied_by=plane.choice.backend if plane.choice else "",
             passed_over=plane.choice.passed_over if plane.choice else (),

@@ -83,7 +83,13 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_SCHEDULER, "engine/reservations.py", "_inflight_prefill_reserved_blocks", "Scheduler"),
     *_of(_QUEUES, "engine/scheduler_port.py", "FCFSRequestQueue PriorityRequestQueue"),
     # Blocks: reserved, pinned, published, given back.
-    *_of(_CACHE, "engine/reservations.py", "allocate_slots cache_blocks free", "KVCacheManager", refuses=True),
+    *_of(
+        _CACHE,
+        "engine/reservations.py",
+        "allocate_slots cache_blocks remove_skipped_blocks free",
+        "KVCacheManager",
+        refuses=True,
+    ),
     *_of(
         _CACHE,
         "engine/reservations.py",

@@ -23,9 +23,7 @@ NUM_BLOCKS = 13
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    "groups", [[full(), window(64), window(64)], [full(64), window(64, 16)]]
-)
+@pytest.mark.parametrize("groups", [[full(), window(64), window(64)], [full(64), window(64, 16)]])
 def test_of_several_groups_no_preemption_comes_unforeseen(
     model_dir: Path, groups: Sequence[KVCacheSpec], asynchronous: bool
 ) -> None:

@@ -37,6 +37,8 @@ class OtherModel:
     head_dim: int = 64
     repeats: int = 1
     """How often the four layers of `fields` come."""
+    is_rough: bool = False
+    """Whether vLLM's prefill and its decoding differ by more than the last bits, whatever the data type."""
     needs: tuple[str, ...] = ()
     """Flags of `vllm serve` without which it does not run on a CPU."""
 
@@ -158,6 +160,7 @@ OTHER = {
             "block_auto_adjust_ff_dim": False,
         },
         head_dim=32,
+        is_rough=True,
     ),
     "nemotron-h": OtherModel(
         "NemotronHConfig",

@@ -100,17 +100,19 @@ tokens in every table that keeps tokens.
 | a window: sliding windows, chunked local attention, what is not compressed yet, windows of the output (R-SWA) \
 | the same, but for blocks that the window has left behind | the rest \
 | no block is held for what the window has left behind; hits count as far as every table has them, and not at all \
-where vLLM computes windows again behind them (DeepSeek V4.1) | Gemma 3, gpt-oss, windows in every layer, DeepSeek V4 |
+where vLLM computes windows again behind them (DeepSeek V4.1) | Gemma 3, gpt-oss, OLMo 3, Cohere 2, Llama 4, windows \
+in every layer, DeepSeek V4 |
 | a state: Mamba, linear attention, short convolutions | nothing | one block a table, counted in the stall budget \
-| put where the scheduler looks for it; no hits | Qwen3-Next, also beside drafts |
+| put where the scheduler looks for it; no hits | Qwen3-Next, also beside drafts; Nemotron-H, Granite 4, Falcon-H1, \
+LFM 2, Mamba 2 |
 | a ring: tokens that are not compressed yet, in one block (DeepSeek V4.1, Qwen4, GLM-5.3) | nothing \
-| the block, counted as a state | hits as of the others | by reading: these models run on GPUs alone |
+| the block, counted as a state | no hits | by reading: these models run on GPUs alone |
 
 Measured (`tests/integration/test_hybrids.py`): prompts longer than four windows, there and back in the middle of a
 stream, with the tokens of an unmoved run, in bfloat16 as well; a corrupted key or state of each table changes them; a
 drain, and `kill -9` of the owner; an engine that hangs, from which windows are fetched, but no states: the step may be
 in the middle of one. Under the V2 runner and asynchronous scheduling (`tests/runner_v2/test_hybrids.py`): there and
-back, all four, with log probabilities. DeepSeek V4 (`tests/runner_v2/test_deepseek_v4.py`): likewise, with a prompt
+back, with log probabilities, Gemma 3, gpt-oss, windows in every layer, Qwen3-Next, Nemotron-H and Mamba 2. DeepSeek V4 (`tests/runner_v2/test_deepseek_v4.py`): likewise, with a prompt
 longer than seven windows and across the ends of what is compressed; a corrupted block of each of its five tables is
 noticed. Every kind, rings and windows of the output included, is moved between vLLM's own schedulers, synchronous and
 not, with what lies in each block written down (`tests/engine/test_block_rows.py`).

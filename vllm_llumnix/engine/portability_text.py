@@ -112,10 +112,11 @@ Measured (`tests/integration/test_hybrids.py`): prompts longer than four windows
 stream, with the tokens of an unmoved run, in bfloat16 as well; a corrupted key or state of each table changes them; a
 drain, and `kill -9` of the owner; an engine that hangs, from which windows are fetched, but no states: the step may be
 in the middle of one. Under the V2 runner and asynchronous scheduling (`tests/runner_v2/test_hybrids.py`): there and
-back, with log probabilities, Gemma 3, gpt-oss, windows in every layer, Qwen3-Next, Nemotron-H and Mamba 2. DeepSeek V4 (`tests/runner_v2/test_deepseek_v4.py`): likewise, with a prompt
-longer than seven windows and across the ends of what is compressed; a corrupted block of each of its five tables is
-noticed. Every kind, rings and windows of the output included, is moved between vLLM's own schedulers, synchronous and
-not, with what lies in each block written down (`tests/engine/test_block_rows.py`).
+back, with log probabilities, Gemma 3, gpt-oss, windows in every layer, Qwen3-Next, Nemotron-H and Mamba 2. DeepSeek V4
+(`tests/runner_v2/test_deepseek_v4.py`): likewise, with a prompt longer than seven windows and across the ends of what
+is compressed; a corrupted block of each of its five tables is noticed. Every kind, rings and windows of the output
+included, is moved between vLLM's own schedulers, synchronous and not, with what lies in each block written down
+(`tests/engine/test_block_rows.py`).
 
 Beside speculative decoding a step leaves a state behind each draft. What moves is that behind the last accepted one, to
 where a step without drafts looks for it, with the V2 runner: Qwen3-Next there and back while drafts are accepted

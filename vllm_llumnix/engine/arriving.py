@@ -106,7 +106,8 @@ class ArrivingBlocks:
 
     async def pull(self, wanted: Pull, *, final: bool, deadline_s: float) -> int:
         """Copy the rows that the machine says, and with the last of them the latest states; returns the bytes of all
-        ranks. What a window has left behind, at the source or here, is not copied: nobody looks at it any more.
+        ranks. What a window has left behind, at the source or here, is not copied: nobody looks at it any
+        more, and `Reservations.admit` keeps it out of the prefix cache.
 
         Raises Refused(invalid_request) if the source has not said where they are, and TransportError: then `stop` says
         when nothing is written any more.

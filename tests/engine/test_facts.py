@@ -14,7 +14,13 @@ import torch
 from vllm.config.reasoning import ReasoningConfig
 from vllm.config.watermarking import WatermarkConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.sample.sampler import Sampler
 
 from llumlet.protocol.errors import Reason, Refused
@@ -61,6 +67,18 @@ def caches(**quantised: torch.dtype) -> str:
 def test_every_layer_counts() -> None:
     assert caches() == caches()
     assert len({caches(), caches(first=torch.uint8), caches(second=torch.uint8)}) == 3
+
+
+def test_how_much_of_a_token_is_kept_counts() -> None:
+    def compressed(ratio: int) -> str:
+        spec = MLAAttentionSpec(
+            block_size=64 * ratio, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, tokens_per_state=ratio
+        )
+        group = KVCacheGroupSpec(["first"], spec)
+        config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
+        return caches_of(SimpleNamespace(kv_cache_config=config))
+
+    assert len({compressed(1), compressed(4)}) == 2
 
 
 def test_how_thinking_is_counted(model_dir: Path) -> None:

@@ -420,6 +420,18 @@ class TestStart:
         finally:
             stop_mover(fake)
 
+    async def test_the_model_is_called_by_what_it_has_made_of_its_configuration(
+        self, memory: Memory, tmp_path: Path
+    ) -> None:
+        """Some correct it when they are built: the process that has the model knows, the engine's may not."""
+        said = []
+        for corrected in (False, True):
+            fake = FakeWorker(memory)
+            fake.vllm_config.model_config.hf_text_config.to_dict = lambda value=corrected: {"tuning": value}
+            said.append(msgspec.msgpack.decode(start_mover(fake, packed(directory=str(tmp_path))), type=MoverInfo))
+            stop_mover(fake)
+        assert len({info.config for info in said}) == 2
+
     async def test_what_the_worker_says(self, info: MoverInfo, memory: Memory) -> None:
         assert info.memory.layout == memory.blocks
         assert info.memory.unavailable is None

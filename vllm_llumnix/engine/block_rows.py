@@ -203,7 +203,7 @@ class BlockRows:
             pool.free_blocks(reversed(held[kept:]))
 
     def give_back(self, request: Request, positions: int) -> None:
-        """Blocks that are held for what comes behind so many positions."""
+        """Frees the blocks that are held for what comes behind so many positions."""
         pool = self._manager.block_pool
         managers: Sequence[GroupManager] = self._manager.coordinator.single_type_managers
         for index, size in self._sizes.items():

@@ -214,15 +214,14 @@ def _element_bytes(spec: KVCacheSpec) -> int:
 
 
 def caches_of(model_runner: ModelRunner) -> str:
-    """Eight hex digits that tell caches apart whose blocks have equal sizes: kind, data type, quantisation, size and
-    compression of every layer's pages, in their order."""
+    """Eight hex digits that tell caches apart whose pages have equal sizes: kind, data type, quantisation and size of
+    what is kept, and of how many tokens, of every layer, in their order. Blocks and shares of heads may differ."""
     digest = 0
     for group in model_runner.kv_cache_config.kv_cache_groups:
         for layer, spec in _spec_of(group).items():
             mode = getattr(spec, "kv_quant_mode", None)
-            compressed = getattr(spec, "tokens_per_state", 1)
             described = f"{type(spec).__name__} {getattr(spec, 'dtype', None)} {getattr(mode, 'name', mode)}"
-            described += f" {spec.page_size_bytes} of {compressed}"
+            described += f" {getattr(spec, 'head_size', None)} of {getattr(spec, 'tokens_per_state', 1)}"
             digest = zlib.crc32(f"{layer} {described}\n".encode(), digest)
     return f"{digest:08x}"
 

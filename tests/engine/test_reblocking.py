@@ -54,7 +54,13 @@ def rows(size: int, groups: int = 1, num_states: int = 0) -> BlockRows:
     made = BlockRows.__new__(BlockRows)
     made.size, made.width = size, groups
     made._sizes, made._states = dict.fromkeys(range(groups), size), dict.fromkeys(range(num_states))  # type: ignore[arg-type]
+    made._seen = {}
     return made
+
+
+def with_window(of: BlockRows) -> BlockRows:
+    of._seen = {1: 64}
+    return of
 
 
 def memory(arrangement: Arrangement, tokens: int, seed: int) -> Memory:
@@ -132,11 +138,12 @@ def test_of_equal_blocks_nothing_is_cut() -> None:
     ("ours", "theirs"),
     [
         (rows(16, num_states=1), 32),
+        (with_window(rows(16, groups=2)), 32),
         (rows(16).of_size(64), 32),  # its groups have blocks of several sizes
         (rows(16), 1 << 20),
         (rows(4096), 4095),
     ],
-    ids=["states", "several sizes", "long rows", "hardly a common row"],
+    ids=["states", "windows", "several sizes", "long rows", "hardly a common row"],
 )
 def test_where_nothing_can_be_copied(ours: BlockRows, theirs: int) -> None:
     assert rows_between(copy.copy(ours), theirs) is None

@@ -124,6 +124,11 @@ class BlockRows:
         return rows
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some group lets go of what a window has left behind."""
+        return bool(self._seen)
+
+    @property
     def most_in_last(self) -> int:
         """Blocks that the last row can have: of windows no more than they span."""
         seen = {index: -(-tokens // self._sizes[index]) + 1 for index, tokens in self._seen.items() if tokens}

@@ -139,8 +139,8 @@ _DIFFERENT = """
 | `--max-model-len`, `--max-num-seqs`, the number of KV blocks, adapters, transports | nothing: requests move live, \
 but for one that may outgrow the destination (`request_too_long`) | `test_refusals`, `test_lora` |
 | block size | nothing: the parts of blocks that hold the same tokens are copied; requests come with their tokens \
-alone where caches have states or blocks of several sizes, where engines have other numbers of workers as well, on \
-CPUs with AMX, and where the sizes have no common multiple up to 4,096 | `test_refusals`: 32 to 64 and back; \
+alone where caches have windows, states or blocks of several sizes, where engines have other numbers of workers as \
+well, on CPUs with AMX, and where the sizes have no common multiple up to 4,096 | `test_refusals`: 32 to 64 and back; \
 `test_reblocking` |
 | the order of a page's dimensions | requests come with their tokens alone | `test_refusals` |
 | the release of vLLM or of this package | refused, unless all have `--llumlet-accept vllm`; then live between \

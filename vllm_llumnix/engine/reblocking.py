@@ -28,11 +28,15 @@ Pairs = list[tuple[int, int]]
 
 def rows_between(ours: BlockRows, row_tokens: int) -> BlockRows | None:
     """What a move here counts in, from an engine whose rows have so many tokens (0: it does not say). None if nothing
-    can be copied between the two."""
+    can be copied between the two.
+
+    Windows end within blocks of another size: of one there, a part is gone, and one here would be filled in part, and
+    cached as a whole.
+    """
     if row_tokens in (0, ours.size):
         return ours
     size = math.lcm(ours.size, row_tokens)
-    if ours.num_states or ours.holds_several or size > _MOST_TOKENS:
+    if ours.num_states or ours.has_windows or ours.holds_several or size > _MOST_TOKENS:
         return None
     return ours.of_size(size)
 

@@ -23,7 +23,7 @@ from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.moves import Move, first_index, migrate
 from tests.support.other_models import OTHER, build
 
-LENGTH = 80
+LENGTH = 120
 PROMPT = list(range(100, 130)) * 4
 AT = (10, 18, 26, 34, 42, 50)
 """Tokens that have arrived before each move."""

@@ -27,6 +27,7 @@ GROUPS: dict[str, list[KVCacheSpec]] = {
     "larger states": [full(32), states("align", 64), window(WINDOW)],
     "compressed tokens": [latent_window(WINDOW, 64), compressed(256, 4), latent_window(8, 4), latent_window(128, 8)],
     "rings": [compressed(256, 4), ring(8), ring(16), latent_window(WINDOW, 64, is_replayed=True)],
+    "a ring beside": [compressed(256, 4), ring(8), latent_window(WINDOW, 64)],
     "rings and states": [full(), ring(16), states("align", 32)],
     "states alone": [states("align", 32)],
 }
@@ -229,10 +230,11 @@ def test_no_window_is_reserved_that_nobody_looks_at(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hits"), [("windows", 10), ("a window beside", 10), ("compressed tokens", 1), ("rings", 0)]
+    ("name", "hits"),
+    [("windows", 10), ("a window beside", 10), ("compressed tokens", 1), ("rings", 0), ("a ring beside", 0)],
 )
 def test_what_is_cached_is_not_copied(model_dir: Path, name: str, hits: int) -> None:
-    """But where the window behind it is not cached."""
+    """But where the window behind it is not cached, or something is left to be copied while the request is frozen."""
     source, destination = rigs(model_dir, GROUPS[name])
     destination.add("b", num_prompt=330)
     destination.turns(4)
@@ -266,12 +268,14 @@ def test_what_has_not_arrived_is_no_cache(model_dir: Path, name: str, rounds: in
 
 @pytest.mark.parametrize("name", ["compressed tokens", "windows of the output", "blocks of two sizes"])
 def test_who_has_come_holds_as_much_as_it_did(model_dir: Path, name: str) -> None:
-    """Blocks of a whole row are held for who comes; nobody needs those behind its last token afterwards."""
+    """Blocks of a whole row are held for who comes; nobody needs those behind its last token afterwards, nor ever those
+    that a window has left behind."""
     source, destination = rigs(model_dir, GROUPS[name])
     old = source.add("a", num_prompt=440)
-    source.turns(60)
+    source.turns(260)
     held = source.port.rows.num_held(old)
     move = Move(source, destination)
+    assert move.held.num_blocks <= held + source.port.rows.width
     move.round()
     move.finish()
     assert move.held.num_blocks == sum(map(bool, [*move.held.block_ids, *move.held.state_ids]))
@@ -283,12 +287,18 @@ def test_a_last_row_has_no_more_than_windows_span(model_dir: Path) -> None:
     assert (rows.width, rows.most_in_last) == (4 + 1 + 64 + 32, 2 + 1 + 3 + 17)
 
 
-def test_who_lost_its_blocks_while_its_window_was_computed_again_waits_for_nobody(model_dir: Path) -> None:
+def replaying(model_dir: Path) -> tuple[Rig, Any]:
+    """A request that has found a prefix in the cache, and computes the window behind it again, step by step."""
     rig = Rig(model_dir, groups=GROUPS["rings"], num_blocks=512, max_num_batched_tokens=32)
     rig.add("b", num_prompt=600)
     rig.turns(30)
     request = rig.add("a", num_prompt=600)
     rig.turn()
+    return rig, request
+
+
+def test_who_lost_its_blocks_while_its_window_was_computed_again_waits_for_nobody(model_dir: Path) -> None:
+    rig, request = replaying(model_dir)
     rig.scheduler.running.remove(request)
     rig.scheduler._preempt_request(request, 0.0)
     assert request.replay_start
@@ -297,11 +307,7 @@ def test_who_lost_its_blocks_while_its_window_was_computed_again_waits_for_nobod
 
 def test_a_window_that_is_being_computed_again_is_waited_for(model_dir: Path) -> None:
     """The source holds nothing before it, and the destination would look at what is not there."""
-    rig = Rig(model_dir, groups=GROUPS["rings"], num_blocks=512, max_num_batched_tokens=32)
-    rig.add("b", num_prompt=600)
-    rig.turns(30)
-    request = rig.add("a", num_prompt=600)
-    rig.turn()
+    rig, request = replaying(model_dir)
     assert request.replay_start == 512 - WINDOW
     assert rig.port.why_not_now(request) == (Reason.PREFILL_RUNNING, REPLAYED)
     rig.turns(6)

@@ -95,8 +95,10 @@ class ArrivingBlocks:
         if num_accepted:
             assert self._memory is not None
 
+            ring_places = rows.ring_places
+
             def some(ids: Sequence[int], *, rings: bool) -> dict[int, int]:
-                return {place: block for place, block in enumerate(ids) if (place in rows.ring_places) is rings}
+                return {place: block for place, block in enumerate(ids) if (place in ring_places) is rings}
 
             kinds = sorted({part.is_of for rank in self._memory.ranks for part in rank.layout.states})
             places: dict[OfStates, Sequence[int]] = {"inputs": block_ids, "recurrent": accepted_ids}

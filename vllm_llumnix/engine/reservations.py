@@ -127,9 +127,7 @@ class Reservations:
         if use_prefix_cache and rows.takes_hits:
             hit_blocks, hit_tokens, _ = self._manager.get_computed_blocks(request)
             aligned = hit_tokens // rows.size * rows.size
-            if aligned != hit_tokens and rows.has_windows:
-                hit_blocks, hit_tokens = None, 0  # of a window there is what the longer prefix needs
-            elif aligned != hit_tokens:
+            if aligned != hit_tokens:
                 hit_blocks = self._manager.truncate_computed_blocks(hit_blocks, aligned)
                 hit_tokens = aligned
         brought = 0 if rows.is_simple else max(0, computed_tokens - hit_tokens)

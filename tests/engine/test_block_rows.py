@@ -27,6 +27,7 @@ GROUPS: dict[str, list[KVCacheSpec]] = {
     "larger states": [full(32), states("align", 64), window(WINDOW)],
     "compressed tokens": [latent_window(WINDOW, 64), compressed(256, 4), latent_window(8, 4), latent_window(128, 8)],
     "rings": [compressed(256, 4), ring(8), ring(16), latent_window(WINDOW, 64, is_replayed=True)],
+    "a window computed again": [compressed(256, 4), latent_window(WINDOW, 64, is_replayed=True)],
     "a ring beside": [compressed(256, 4), ring(8), latent_window(WINDOW, 64)],
     "rings and states": [full(), ring(16), states("align", 32)],
     "states alone": [states("align", 32)],
@@ -231,7 +232,14 @@ def test_no_window_is_reserved_that_nobody_looks_at(model_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hits"),
-    [("windows", 10), ("a window beside", 10), ("compressed tokens", 1), ("rings", 0), ("a ring beside", 0)],
+    [
+        ("windows", 10),
+        ("a window beside", 10),
+        ("compressed tokens", 1),
+        ("rings", 0),
+        ("a ring beside", 0),
+        ("a window computed again", 0),
+    ],
 )
 def test_what_is_cached_is_not_copied(model_dir: Path, name: str, hits: int) -> None:
     """But where the window behind it is not cached, or something is left to be copied while the request is frozen."""

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from vllm.sampling_params import SamplingParams
 
 from llumlet.protocol.errors import Reason, Refused
@@ -13,6 +14,18 @@ from llumlet.protocol.wire import MALFORMED
 from vllm_llumnix.features_wire import Embeddings, Feature, embeddings_from, features_from
 
 MAX_STATE_BYTES = 64 << 20
+
+
+class SessionState(msgspec.Struct, frozen=True):
+    """Of a request whose input comes in parts, between two of them. Its prompt is all that was said before the last
+    answer, and its output is that answer, all of it."""
+
+    num_parts: Annotated[int, Meta(ge=1)]
+    """Parts that have come."""
+    num_earlier: Annotated[int, Meta(ge=0)]
+    """Output tokens of the answers before the last."""
+    max_tokens: Annotated[int, Meta(ge=1)]
+    """As long as it may get: its engine's `max_model_len`."""
 
 
 class RequestState(msgspec.Struct, frozen=True):
@@ -38,6 +51,7 @@ class RequestState(msgspec.Struct, frozen=True):
     """Images and the like, in the order of the prompt."""
     embeddings: Embeddings | None = None
     """Of the prompt, in place of tokens (there are none then) or of some of them."""
+    session: SessionState | None = None
 
 
 def state_from(request: Any, **rest: Any) -> RequestState:

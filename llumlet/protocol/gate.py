@@ -15,7 +15,8 @@ its first token. The rules, for an arrival of epoch e with tokens [first, end):
    repeat, from the history that came with the request, what the last owner may have failed to send.
 5. Delivered is what begins at the next index. What begins before it loses the tokens that were delivered already; what
    begins after it waits in a bounded buffer; if that is full, the caller has to replay (`overflow`).
-6. An end without tokens counts only at the next index.
+6. An end without tokens counts only at the next index. Where an input comes in parts, each has an end; that of the
+   last one, which is the end `last_end`, finishes the request. The end of a part that is seen again is stale.
 7. `fence(e)` answers "started" if e, or any later epoch, was adopted: accepted or waiting in the buffer is the same.
    Otherwise it bars e and every other epoch of the present term from e on (e's owner may have handed on already),
    raises the term and names the epoch that the asker goes on under. Epochs below e stay valid: what the asker sent
@@ -78,6 +79,12 @@ class Gate:
     def __init__(self, max_buffered: int = 256) -> None:
         self.next_index = 0
         self.finished = False
+        self.num_ends = 0
+        """Ends that were delivered."""
+        self.last_end: int | None = 1
+        """The number of the end that finishes the request; None: more input may come."""
+        self._ended_at = -1
+        """Index behind the token with which the last part ended."""
         self._max_buffered = max_buffered
         self._term = 0
         self._bases: dict[Epoch, int] = {HOME: 0}
@@ -186,11 +193,16 @@ class Gate:
         skip = max(0, self.next_index - arrival.first)
         count = end - arrival.first - skip
         finished = arrival.finished and end == arrival.end
+        if count == 0 and end == self._ended_at:
+            finished = False
         if arrival.first > self.next_index or count < 0 or (count == 0 and not finished):
             return None
         self.next_index = end
         if finished:
-            self.finish()
+            self.num_ends += 1
+            self._ended_at = end
+            if self.num_ends == self.last_end:
+                self.finish()
         return Delivery(arrival.payload, skip, count, finished)
 
     def _drain(self) -> list[Delivery]:

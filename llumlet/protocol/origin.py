@@ -27,6 +27,7 @@ from llumlet.protocol import wire
 from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.inputs import Inputs, SendPart
 from llumlet.protocol.owners import PROBE_SECONDS, Owner, Owners
 from llumlet.protocol.placement import Placement
 from llumlet.protocol.replay import Around, Replay, State
@@ -65,6 +66,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 OriginEffect = (
     Send
+    | SendPart
     | Deliver
     | Fail
     | Probe
@@ -102,6 +104,7 @@ class Origin:
         self._surroundings = surroundings
         self.owners = Owners()
         self.streams = Streams(surroundings.check, surroundings.complain)
+        self.inputs = Inputs(self.streams)
         self.suspects = Suspects(lambda: len(self.targets(None)))
         self.placement = Placement()
         self.replays: dict[str, Replay] = {}
@@ -151,6 +154,23 @@ class Origin:
         """Called before the request is sent."""
         self.streams.open(stream, now)
 
+    def add_input(self, stream: Stream, part: object) -> bool:
+        """More input of an open stream. Returns whether it has to go to the home engine, on vLLM's own path."""
+        self._effects += self.inputs.add(stream, part)
+        return stream.owner is None
+
+    def end_input(self, stream: Stream, now: float) -> bool:
+        """There is no more. As `add_input`; where everything is answered, the stream ends with this."""
+        self._effects += self.inputs.end(stream)
+        if stream.num_ends == stream.last_end:
+            self.close([stream.request_id], now)
+        return stream.owner is None
+
+    def cannot_send(self, part: SendPart, why: str, now: float) -> None:
+        """The engine that has the stream's request cannot be sent the part."""
+        self.close([part.stream.request_id], now)
+        self._give_up(part.stream, f"request {part.stream.request_id} ends: it has moved, and {why}")
+
     def close(self, request_ids: Iterable[str], now: float) -> list[Stream]:
         """The clients have left: tell the owners of requests that have moved. Returns the streams that were open."""
         self._around.now = now
@@ -198,6 +218,7 @@ class Origin:
                 owner.says(message.health)
                 unknown = self.streams.confirm(owner, message.requests, now)
                 self._effects.append(Send(identity, wire.HeartbeatAck(unknown)))
+                self._effects += self.inputs.lacking_at(owner, message.num_parts)
             case wire.HandedOver():
                 owner = self.owners.expected(message.instance, message.incarnation, message.llumlet, now)
                 self.streams.hand_over(message, owner, now)

@@ -26,6 +26,7 @@ from llumlet.protocol.errors import RemoteProtocolError
 from llumlet.protocol.gate import Arrival, Delivery, Gate
 from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.owners import Owner
+from llumlet.protocol.parts import Input
 
 GAP_SECONDS = 1.0
 """How long tokens may be missing while later ones are here."""
@@ -65,9 +66,13 @@ class Stream:
     owes_prompt_logprobs: bool = False
     """Whether its first output has to bring the log probabilities of its prompt, which only the engine has that
     computed it."""
+    input: Input | None = None
+    """Its input, if that comes in parts."""
     opened_at: float = 0.0
     num_home: int = 0
     """Tokens that have come from the home engine, in vLLM's own path."""
+    num_ends: int = 0
+    """Ends that have gone to vLLM's output queue: with an input in parts, one for each that was answered."""
     delivered: list[int] = dataclasses.field(default_factory=list)
     """Tokens that have gone to vLLM's output queue."""
     weight_version: str | None = None
@@ -112,6 +117,18 @@ class Stream:
         the first there to need something compiled, must not wander through all of them.
         """
         return PATIENCE_SECONDS * (4.0**self.replays - 1.0)
+
+    @property
+    def last_end(self) -> int | None:
+        """See `Gate.last_end`."""
+        return 1 if self.input is None else self.input.last_end
+
+    def ended(self) -> bool:
+        """Count an end that has gone to vLLM's output queue. Returns whether it is that of the stream."""
+        self.num_ends += 1
+        if self.input is not None:
+            self.input.answered(self.num_ends)
+        return self.num_ends == self.last_end
 
     def owned_by(self, owner: Owner | None, epoch: Epoch, now: float) -> None:
         self.owner, self.epoch, self.confirmed_at = owner, epoch, now
@@ -225,7 +242,7 @@ class Streams:
             stream.num_home += len(output.new_token_ids)
             stream.delivered += output.new_token_ids
             stream.weight_version = weight_version
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and stream.ended():
                 del streams[output.request_id]
         if not any_gated:
             return None
@@ -355,7 +372,7 @@ class Streams:
         if stream is None or stream.gate is None:
             yield Part(None, output, 0, len(output.new_token_ids), output.finish_reason is not None)
             return
-        verdict = stream.gate.offer(
+        verdict = _gate_of(stream).offer(
             Arrival(
                 epoch=HOME,
                 base=0,
@@ -381,6 +398,8 @@ def _gate_of(stream: Stream) -> Gate:
     if gate is None:
         gate = stream.gate = Gate()
         gate.offer(Arrival(HOME, base=0, first=0, count=stream.num_home, finished=False, payload=None))
+        gate.num_ends = stream.num_ends
+    gate.last_end = stream.last_end
     return gate
 
 
@@ -388,4 +407,6 @@ def _deliver(stream: Stream, delivery: Delivery) -> Part:
     payload: wire.TokenOutput | HomeOutput = delivery.payload  # type: ignore[assignment]  # as it was offered
     tokens = payload.token_ids if isinstance(payload, wire.TokenOutput) else payload.new_token_ids
     stream.delivered += tokens[delivery.skip : delivery.skip + delivery.count]
+    if delivery.finished:
+        stream.ended()
     return Part(stream, payload, delivery.skip, delivery.count, delivery.finished)

@@ -2,8 +2,8 @@
 """Messages between an engine and the origin API server of a request that moved (the relay), as msgpack.
 
 Engine to origin: `Hello`, `TokenBatch`, `Heartbeat`, `HandedOver`, `FenceQuestion`, `Parting`. Origin to engine:
-`Dismissal`, `FenceAnswer`, `HeartbeatAck`. Structs of our own, not vLLM's: decoding them can neither unpickle anything
-nor set fields of a vLLM object that a peer has no business to set.
+`Dismissal`, `FenceAnswer`, `HeartbeatAck`, `InputPart`. Structs of our own, not vLLM's: decoding them can neither
+unpickle anything nor set fields of a vLLM object that a peer has no business to set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from llumlet.protocol.ids import Epoch
 
-RELAY_VERSION = 3
+RELAY_VERSION = 4
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are dropped before they are decoded."""
 ABORT = 2
@@ -94,6 +94,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     incarnation: Name
     health: Health
     requests: list[tuple[str, Epoch]]
+    num_parts: dict[str, int] = {}
+    """Of those among them whose input comes in parts, how many have come: what an origin has beyond them, it sends
+    again."""
 
 
 class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
@@ -144,8 +147,20 @@ class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
     unknown: list[str]
 
 
+class InputPart(msgspec.Struct, frozen=True, tag="input"):
+    """A part of the input of a request that the engine has under `epoch`, if it is the next one there. It has to
+    arrive: until a heartbeat says that it has, it is sent again."""
+
+    request_id: str
+    epoch: Epoch
+    number: int
+    """From 0: that of the first part, with which the request came."""
+    state: bytes | None
+    """As of a request that arrives; None: there is no more input."""
+
+
 ToOrigin = Hello | TokenBatch | Heartbeat | HandedOver | FenceQuestion | Parting
-ToEngine = Dismissal | FenceAnswer | HeartbeatAck
+ToEngine = Dismissal | FenceAnswer | HeartbeatAck | InputPart
 
 _encoder = msgspec.msgpack.Encoder()
 _to_origin: msgspec.msgpack.Decoder[ToOrigin] = msgspec.msgpack.Decoder(ToOrigin)

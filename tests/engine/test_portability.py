@@ -14,14 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.request import Request
 
 from tests.engine.rig import Rig, full, ring, states, window
 from tests.exactness import test_lora, test_matrix, test_together
-from tests.integration import test_any_state, test_images, test_refusals
+from tests.integration import test_any_state, test_images, test_input_sessions, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
+from tests.runner_v2 import test_input_sessions as runner_v2_sessions
 from tests.runner_v2 import test_inputs as runner_v2_inputs
 from tests.runner_v2 import test_kinds as runner_v2_kinds
 from tests.runner_v2 import test_marks_and_traces, test_routed_experts, test_speculation_and_lora
@@ -81,7 +82,12 @@ PRUNED, ELSEWHERE_IMAGES, OVERLAPPING, LARGE = [row.reason for row in REFUSED_RE
 REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
     ("pooling requests are not moved", request(pooling=PoolingParams()), CPU),
     ("its API server has no relay (it was not started with --enable-llumlet)", request(origin=None), CPU),
-    ("streaming input", request(more={"resumable": True}), CPU),
+    ("streaming input with a seed or guided decoding", request(more={"resumable": True}, seed=7, temperature=1), CPU),
+    (
+        "streaming input with a seed or guided decoding",
+        request(more={"resumable": True}, structured_outputs=StructuredOutputsParams(regex="a+")),
+        CPU,
+    ),
     (PRUNED, request(more={"mm_features": [IMAGE]}), CPU | {"features_stay": "pruned"}),
     (ELSEWHERE_IMAGES, request(more={"mm_features": [dataclasses.replace(IMAGE, data=None)]}), CPU),
     (LARGE, request(prompt=None, more={"prompt_embeds": torch.zeros(13, 1 << 20)}), CPU),
@@ -352,6 +358,7 @@ SHOWN: dict[str, list[Shown]] = {
     "custom logits processors, all with the mark `llumnix_portable = True`": [("processor", True)],
     "`vllm_xargs`, for such processors": [("sampling", "vllm_xargs")],
     "a prefix-cache hit at the destination": [("prefix", "cached")],
+    "streaming input, between two parts": [test_input_sessions.test_there_and_back],
     "a preempted request": [test_any_state.test_preempted],
     "a request in its prefill, or waiting": [test_any_state.test_half_prefilled, test_any_state.test_waiting],
 }
@@ -370,6 +377,7 @@ SHOWN_ON_V2: dict[str, list[Shown]] = {
     "sampling masks in the output (--return-sampling-mask)": [test_marks_and_traces.test_sampling_masks],
     "images and the like": [runner_v2_inputs.test_there_and_back],
     "prompt embeddings, among tokens or alone": [runner_v2_inputs.test_there_and_back],
+    "streaming input, between two parts": [runner_v2_sessions.test_there_and_back],
     "a LoRA adapter, to an engine that has it": [test_speculation_and_lora.test_seeded_with_an_adapter],
     "n above 1": [runner_v2_kinds.test_children_move_to_different_engines],
     "a preempted request": [runner_v2_states.test_preempted],

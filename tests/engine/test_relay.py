@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import zmq
 import zmq.asyncio
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from llumlet.credentials import NONE
 from llumlet.protocol import wire
@@ -48,9 +48,14 @@ class Origin:
         """The next message of this kind; what comes before it is lost."""
         async with asyncio.timeout(SECONDS):
             while True:
-                message = wire.decode_to_origin((await self._socket.recv_multipart())[1])
+                self._identity, data = await self._socket.recv_multipart()
+                message = wire.decode_to_origin(data)
                 if isinstance(message, kind):
                     return message
+
+    async def sends(self, message: wire.ToEngine) -> None:
+        """To whom it has last received something from."""
+        await self._socket.send_multipart([self._identity, wire.encode(message)])
 
     async def hears(self, kind: type[Any]) -> bool:
         """Whether such a message is among what has arrived."""
@@ -84,13 +89,18 @@ def dismissed() -> asyncio.Queue[tuple[str, list[tuple[str, Epoch]]]]:
     return asyncio.Queue()
 
 
+@pytest.fixture
+def parts() -> asyncio.Queue[tuple[str, wire.InputPart]]:
+    return asyncio.Queue()
+
+
 @pytest_asyncio.fixture
-async def relay(dismissed: asyncio.Queue[Any]) -> AsyncIterator[Relay]:
+async def relay(dismissed: asyncio.Queue[Any], parts: asyncio.Queue[Any]) -> AsyncIterator[Relay]:
     def dismiss(origin: str, requests: list[tuple[str, Epoch]]) -> None:
         if requests:
             dismissed.put_nowait((origin, requests))
 
-    relay = Relay(HELLO, dismiss, lambda: wire.Health.OK, NONE)
+    relay = Relay(HELLO, dismiss, lambda origin, part: parts.put_nowait((origin, part)), lambda: wire.Health.OK, NONE)
     yield relay
     await relay.close()
 
@@ -189,3 +199,24 @@ async def test_an_origin_that_is_being_asked_is_kept(
         await relay.fence(origin.address, "r", EPOCH, 0.5)
     assert not await origin.hears(wire.Parting)
     await origin.receives(wire.Parting)
+
+
+async def test_an_input_in_parts(relay: Relay, parts: asyncio.Queue[Any], origin: Origin) -> None:
+    """How many have come is told with each heartbeat, at once where that is asked for; those that come are passed on.
+    Tokens are counted from the first answer on, and the end of one is not that of the request."""
+    relay.welcome("s", Residence(origin.address, "s", None, EPOCH, num_parts=3, num_earlier=20, offset=20))
+    relay.welcome("r", Residence(origin.address, "r", None, EPOCH))
+    relay.beat(origin.address)
+    beat = await origin.receives(wire.Heartbeat)
+    assert (dict(beat.requests), beat.num_parts) == ({"s": EPOCH, "r": EPOCH}, {"s": 3})
+    part = wire.InputPart("s", EPOCH, 3, None)
+    await origin.sends(part)
+    assert await asyncio.wait_for(parts.get(), SECONDS) == (origin.address, part)
+    index = relay.client_index(origin.address)
+    for name in ("s", "r"):
+        output = EngineCoreOutput(name, [7, 8], finish_reason=FinishReason.LENGTH)
+        relay.send(index, EngineCoreOutputs(outputs=[output]))
+        (output,) = (await origin.receives(wire.TokenBatch)).outputs
+        assert (output.base, output.first) == ((20, 20) if name == "s" else (0, 0))
+    assert relay.residence_of("s") is not None
+    assert relay.residence_of("r") is None

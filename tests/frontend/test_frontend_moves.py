@@ -282,7 +282,7 @@ async def test_abort_follows_an_owner_that_reconnected(client: Any, engine: Fake
 # What keeps to vLLM's own ways
 
 
-@pytest.mark.parametrize("changes", [{"sampling_params": None}, {"resumable": True}, {"abort_immediately": True}])
+@pytest.mark.parametrize("changes", [{"sampling_params": None}, {"abort_immediately": True}])
 async def test_requests_that_cannot_move_have_no_stream(
     client: Any, engine: FakeEngine, peer: FakePeer, changes: dict[str, Any]
 ) -> None:
@@ -291,13 +291,6 @@ async def test_requests_that_cannot_move_have_no_stream(
     assert await peer.heartbeat("r") == ["r"]
     await engine.send(output("r", 10, finish=FinishReason.STOP))
     assert await tokens_of(client, 1) == [10]
-
-
-async def test_the_end_of_a_streaming_session_opens_no_stream(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
-    for resumable in (True, True, False):
-        await client.add_request_async(request("session", resumable=resumable))
-        assert (await engine.added()).queue_server_address is None
-    assert await peer.heartbeat("session") == ["session"]
 
 
 async def test_a_request_that_could_not_be_sent_leaves_nothing(client: Any, peer: FakePeer) -> None:

@@ -56,7 +56,14 @@ outputs = st.builds(
 hostile = st.one_of(
     st.builds(wire.Hello, numbers, texts, texts, texts, texts),
     st.builds(wire.TokenBatch, texts, texts, texts, st.lists(outputs, max_size=4), st.none() | texts),
-    st.builds(wire.Heartbeat, texts, texts, st.sampled_from(wire.Health), st.lists(st.tuples(ids, epochs), max_size=5)),
+    st.builds(
+        wire.Heartbeat,
+        texts,
+        texts,
+        st.sampled_from(wire.Health),
+        st.lists(st.tuples(ids, epochs), max_size=5),
+        st.dictionaries(ids, numbers, max_size=3),
+    ),
     st.builds(wire.HandedOver, ids, epochs, texts, texts, texts),
     st.builds(wire.FenceQuestion, numbers, ids, epochs),
 )
@@ -192,7 +199,13 @@ async def test_an_engine_and_an_origin_that_sends_nonsense() -> None:
     origin.bind("tcp://127.0.0.1:*")
     address = origin.getsockopt_string(zmq.LAST_ENDPOINT)
     dismissed: asyncio.Queue[Any] = asyncio.Queue()
-    relay = EngineRelay(EXAMPLES[0], lambda *dismissal: dismissed.put_nowait(dismissal), lambda: wire.Health.OK, NONE)
+    relay = EngineRelay(
+        EXAMPLES[0],
+        lambda *dismissal: dismissed.put_nowait(dismissal),
+        lambda *part: None,
+        lambda: wire.Health.OK,
+        NONE,
+    )
     relay.meet(address)
     identity, _ = await origin.recv_multipart()
     for data in (b"", b"\x00", DEEP, NOT_TEXT, wire.encode(EXAMPLES[2]), b"\xff" * 1000):

@@ -18,12 +18,16 @@ import pytest
 
 from tests.exactness.cells import REASONING
 from tests.integration.test_lost_owner import has_engine
+from tests.support import input_sessions
 from tests.support.beside import Beside, paused
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
 from tests.support.model import PRESETS, build
 
 MAX_MODEL_LEN = 1500
-FLAGS = ("--dtype", "float32", "--scheduling-policy", "priority", "--reasoning-config", json.dumps(REASONING))
+FLAGS = (
+    *("--dtype", "float32", "--scheduling-policy", "priority", "--reasoning-config", json.dumps(REASONING)),
+    *input_sessions.FLAGS,
+)
 SMALL_FLAGS = ("--max-num-batched-tokens", "64")
 SLOW_COPY_S = 2.0
 

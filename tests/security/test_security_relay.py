@@ -132,7 +132,7 @@ async def test_an_origin_without_the_secret_hears_nothing(
             listener.setsockopt(zmq.CURVE_SERVER, 1)
             listener.setsockopt(zmq.CURVE_SECRETKEY, secret)
         listener.bind("tcp://127.0.0.1:*")
-        relay = EngineRelay(HELLO, lambda origin, requests: None, lambda: wire.Health.OK, credentials)
+        relay = EngineRelay(HELLO, _nothing, _nothing, lambda: wire.Health.OK, credentials)
         relay.meet(str(RelayAddress(listener.getsockopt_string(zmq.LAST_ENDPOINT), z85.decode(public))))
         assert not await listener.poll(300)
         await relay.close()
@@ -140,7 +140,7 @@ async def test_an_origin_without_the_secret_hears_nothing(
 
 
 async def test_the_engine_s_own_end_fits(client: Any, credentials: Credentials) -> None:
-    relay = EngineRelay(HELLO, lambda origin, requests: None, lambda: wire.Health.OK, credentials)
+    relay = EngineRelay(HELLO, _nothing, _nothing, lambda: wire.Health.OK, credentials)
     relay.meet(client.relay_address)
     answer = await relay.fence(client.relay_address, "r", relayed("r", 0, 1).epoch, 5.0)
     assert answer.raised is not None
@@ -267,7 +267,7 @@ async def test_origins_end_only_their_own_requests(context: zmq.asyncio.Context)
         addresses.append(origin.getsockopt_string(zmq.LAST_ENDPOINT))
     released: list[tuple[str, Any]] = []
     relay = EngineRelay(
-        HELLO, lambda origin, requests: released.append((origin, requests)), lambda: wire.Health.OK, NONE
+        HELLO, lambda origin, requests: released.append((origin, requests)), _nothing, lambda: wire.Health.OK, NONE
     )
     for address in addresses:
         relay.meet(address)
@@ -307,3 +307,7 @@ async def test_an_api_server_calls_nobody_elsewhere(
     assert await tokens_of(client, 1) == [10]
     for each in (peer, good):
         each.close()
+
+
+def _nothing(origin: str, told: object) -> None:
+    pass

@@ -48,6 +48,9 @@ class Admission:
             raise
         residence.admitting = False
         self._forwarding.came_back(request.request_id)
+        if residence.num_parts:
+            # What has come for it meanwhile was dropped, and is sent to who has it.
+            self._relay.beat(residence.origin)
 
     def _admit(self, request: Request, computed_tokens: int) -> None:
         """Loop thread."""

@@ -68,6 +68,8 @@ class Adoptions:
         self._num_adopting += 1
         try:
             state, residence = await self.builder.read(asked.request_state)
+            if state.session is not None:
+                raise Refused(Reason.INVALID_REQUEST, "its input comes in parts: it goes with its KV cache")
             residence.epoch = epoch_of(asked.epoch)
             residence.last_hop = residence.epoch.hop
             residence.base = residence.next_index = len(state.output_token_ids)

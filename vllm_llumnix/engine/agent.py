@@ -39,6 +39,7 @@ from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.drain import REPORT_SECONDS, Drain
 from vllm_llumnix.engine.forwarding import Forwarding
 from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.input_parts import InputParts
 from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.memory import Grant, Movers
@@ -78,6 +79,7 @@ async def open_llumlet(
         relay=Relay(
             hello,
             lambda origin, requests: agent.aborts.dismiss(origin, requests),
+            lambda origin, part: agent.input_parts.take(origin, part),
             lambda: loop.progress.health,
             credentials,
         ),
@@ -105,6 +107,7 @@ class LlumletAgent:
         self.drains = Drain(context, self.migrations)
         builder = RequestBuilder(context.engine, context.config.reaches, context.adapters, context.loop.record)
         self.arrivals = Arrivals(context, builder, self.aborts.end_soon)
+        self.input_parts = InputParts(context, builder)
         self.adoptions = Adoptions(context, builder, self.arrivals, Rescues(context))
         self.status = StatusSource(context, self.departures, self.arrivals, self.adoptions)
         self.cache_feed = CacheFeed(context.loop.port.cached_blocks)

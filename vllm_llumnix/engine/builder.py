@@ -46,6 +46,9 @@ class RequestBuilder:
             external_request_id=state.external_request_id,
             reasoning_ended=state.reasoning_ended,
         )
+        if (session := state.session) is not None:
+            residence.num_parts, residence.num_earlier = session.num_parts, session.num_earlier
+            residence.offset = session.num_earlier
         return state, residence
 
     async def build(self, state: RequestState, residence: Residence, source: str, *, patience_s: float) -> Request:
@@ -67,7 +70,7 @@ class RequestBuilder:
             logger.exception("llumlet: a request that was to come here is refused")
             raise Refused(Reason.INVALID_REQUEST, f"{type(error).__name__}: {error}") from error
 
-    def _build(self, state: RequestState, adapter: LoRARequest | None) -> Request:
+    def _build(self, state: RequestState, adapter: LoRARequest | None, *, is_part: bool = False) -> Request:
         return build_request(
             state,
             config=self._engine.vllm_config,
@@ -75,7 +78,21 @@ class RequestBuilder:
             block_hasher=self._engine.request_block_hasher,
             adapter=adapter,
             forms=self._forms,
+            is_part=is_part,
         )
+
+    async def build_part(self, data: bytes, request_id: str) -> Request:
+        """The next part of the input of a request that is here. Raises Refused."""
+        state = await asyncio.to_thread(decode_state, data)
+        if state.request_id != request_id or state.session is not None or state.output_token_ids:
+            raise Refused(Reason.INVALID_REQUEST, "this is no part of its input")
+        try:
+            return await asyncio.to_thread(self._build, state, None, is_part=True)
+        except Refused:
+            raise
+        except Exception as error:
+            logger.exception("llumlet: a part of the input of request %s is refused", request_id)
+            raise Refused(Reason.INVALID_REQUEST, f"{type(error).__name__}: {error}") from error
 
     def append(self, request: Request, token_ids: list[int]) -> None:
         """Add tokens the source has produced since; by one thread at a time. Raises Refused."""

@@ -19,7 +19,8 @@ class LeavingRequest(Leaving):
     """One request of one move. Loop thread, but for what others may read: `frozen`, `num_pinned_blocks`.
 
     `on_frozen` and `on_end` are called on the llumlet's thread: when the request is frozen and no step works on it, and
-    when it ends before it could leave, with how.
+    when it ends before it could leave, with how. `insists`: where more input comes meanwhile, that waits; else the
+    request stays for it.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class LeavingRequest(Leaving):
         context: EngineContext,
         request: Request,
         residence: Residence,
+        insists: bool,
         on_frozen: Callable[[FrozenRequest], None],
         on_end: Callable[[str], None],
     ) -> None:
@@ -45,6 +47,9 @@ class LeavingRequest(Leaving):
         """Whether it had computed nothing then."""
         self.rows = context.loop.port.rows
         """What this move counts in. Written by the llumlet's thread, before it has anything pinned."""
+        self._insists = insists
+        self._num_parts = residence.num_parts
+        """Parts of its input when it was first looked at."""
         self._with_kv = True
         self._pins: list[Pin] = []
 
@@ -53,15 +58,22 @@ class LeavingRequest(Leaving):
         return sum(len(pin.blocks) for pin in self._pins)
 
     def first_state(self) -> RequestState:
-        """The request as it is; from now on it is watched."""
+        """The request as it is; from now on it is watched. Raises Refused."""
+        if self.request.resumable:
+            if (problem := self._port.why_not_now(self.request)) is not None:
+                raise Refused(*problem)
+            self._num_parts = self.residence.num_parts
+            if self._insists:
+                self._port.sessions.hold(self.request)
         self._loop.watch(self)
         self.num_known_tokens = self.request.num_output_tokens
         self.queued = not self.request.num_computed_tokens
         self.computed_tokens = self.request.num_computed_tokens - self.request.num_in_flight_tokens
-        return state_of(self.request, self.residence)
+        return state_of(self.request, self.residence, self._port.scheduler.max_model_len)
 
     def pin(self, from_block: int) -> Frontier:
         """Raises Refused, see `SchedulerPort.frontier`."""
+        self._require_no_more_input()
         frontier = self._port.frontier(self.request, from_block, self.num_known_tokens, self.rows)
         self._pins.append(frontier.pin)
         return frontier
@@ -71,6 +83,7 @@ class LeavingRequest(Leaving):
         it may leave them."""
         if (problem := self._port.why_not_now(self.request)) is not None:
             raise Refused(*problem)
+        self._require_no_more_input()
         if (why := why_request_not_portable(self.request, self._context.identity)) is not None:
             raise Refused(Reason.NOT_PORTABLE, why)
         if stays_with_kv and has_kv(self.request):
@@ -103,8 +116,15 @@ class LeavingRequest(Leaving):
 
     def release(self) -> None:
         """Forgets it: it is somebody else's now."""
+        if self.request.resumable:
+            self._port.sessions.left(self.request)
         self._loop.unwatch(self.request.request_id)
         self._port.release(self.request)
+
+    def _require_no_more_input(self) -> None:
+        """What was told of the request would not be true any more. Raises Refused."""
+        if self.residence.num_parts != self._num_parts:
+            raise Refused(Reason.PREFILL_RUNNING, "a part of its input has come meanwhile")
 
     def stop_freezing(self) -> None:
         self.freezing = False

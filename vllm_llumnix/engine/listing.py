@@ -20,7 +20,7 @@ from llumlet.types import (
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.incoming import IncomingMove
-from vllm_llumnix.engine.request_state import residence_of
+from vllm_llumnix.engine.request_state import BETWEEN_PARTS, residence_of
 from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import Way, has_kv, mode_of, way_of
 
@@ -41,7 +41,8 @@ class Listing:
         residence = residence_of(request)
         if residence is not None and residence.handover_open:
             raise Refused(Reason.HANDOVER_OPEN, "its source has not closed the last hand-over yet")
-        if residence is not None and residence.epoch != HOME and residence.next_index == residence.base:
+        is_silent = residence is not None and residence.epoch != HOME and residence.next_index == residence.base
+        if is_silent and request.status != BETWEEN_PARTS:
             raise Refused(Reason.NOT_STARTED, "it has not produced a token here yet")
         if self._trials.has(request):
             raise Refused(Reason.NOT_STARTED, "it is on trial here: its last engine may have died of it")
@@ -75,13 +76,17 @@ class Listing:
                 priority=request.priority,
                 movable=request.request_id not in self._departures.moves and self.why_not(request, asked) is None,
             )
-            for is_running, queue in ((True, self._running()), (False, waiting))
+            for is_running, queue in ((True, [*self._running(), *self._between_parts()]), (False, waiting))
             for position, request in enumerate(queue)
         ]
 
     def _running(self) -> list[Request]:
         """Who came first is first, for every rule's order: vLLM's list has newcomers of ours at its head."""
         return sorted(self._scheduler.running, key=lambda request: request.arrival_time)
+
+    def _between_parts(self) -> list[Request]:
+        """They hold what they would if they ran."""
+        return [request for request in self._scheduler.kv_holding_waiting if request.status == BETWEEN_PARTS]
 
     # Loop thread
 

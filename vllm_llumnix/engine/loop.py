@@ -288,8 +288,9 @@ class EngineLoop:
             raise Refused(Reason.HANDOVER_OPEN, why)
 
     def unwatch(self, request_id: str) -> None:
-        if self._leaving.pop(request_id, None) is not None:
+        if (leaving := self._leaving.pop(request_id, None)) is not None:
             self.port.load.moving(request_id, False)
+            self.port.sessions.go_on(leaving.request)
 
     def freeze(self, leaving: Leaving) -> None:
         """Loop thread: stop scheduling the request; `on_drained` follows, at once if no step is in flight."""

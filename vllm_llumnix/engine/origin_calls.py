@@ -48,5 +48,6 @@ class OriginCalls:
         residence = self._residence
         residence.epoch, residence.last_hop = epoch, epoch.hop
         residence.base = residence.next_index = self._request.num_output_tokens
+        residence.offset = residence.num_earlier
         self._relay.welcome(self._request.request_id, residence)
         return self._relay.client_index(self._origin)

@@ -76,7 +76,7 @@ class OutgoingMove(Shell[Source]):
         self.to = to
         self.migration_id = MigrationId(uuid.uuid4().hex)
         self.leaving = LeavingRequest(
-            context, request, residence, self._frozen_now, lambda how: self.feed(on.RequestGone(Gone(how)))
+            context, request, residence, plan.force, self._frozen_now, lambda how: self.feed(on.RequestGone(Gone(how)))
         )
         self.done: asyncio.Future[MoveProgress] = asyncio.get_running_loop().create_future()
         self._context = context

@@ -175,6 +175,11 @@ MOVED = (
     ),
     Moved("prompt embeddings, among tokens or alone", Exactness.BIT_EXACT, "they are carried"),
     Moved(
+        "streaming input, between two parts",
+        Exactness.BIT_EXACT,
+        "the API server sends the next part to where the request is",
+    ),
+    Moved(
         f"custom logits processors, all with the mark `{MARK} = True`",
         Exactness.BIT_EXACT,
         "the destination has the same ones, and gives them the tokens so far",
@@ -198,7 +203,10 @@ REFUSED_REQUESTS = (
     RefusedRequest(
         "its API server has no relay (it was not started with --enable-llumlet)", lambda it: not it.has_relay
     ),
-    RefusedRequest("streaming input", lambda it: it.request.resumable),
+    RefusedRequest(
+        "streaming input with a seed or guided decoding",
+        lambda it: it.request.resumable and (it.seeded or it.params.structured_outputs is not None),
+    ),
     RefusedRequest(
         "images or the like, in an engine that prunes videos or has an encoder-cache connector or manager",
         lambda it: bool(it.request.mm_features) and it.features_stay is not None,

@@ -59,13 +59,16 @@ class Relay:
         self,
         hello: wire.Hello,
         on_dismissal: Callable[[str, list[tuple[str, Epoch]]], None],
+        on_part: Callable[[str, wire.InputPart], None],
         health: Callable[[], wire.Health],
         credentials: Credentials,
     ) -> None:
-        """`on_dismissal` is told which origin wants nothing more of which requests."""
+        """`on_dismissal` is told which origin wants nothing more of which requests; `on_part`, which one has more input
+        for one of them."""
         self._hello = hello
         self._credentials = credentials
         self._on_dismissal = on_dismissal
+        self._on_part = on_part
         self._health = health
         self._context = zmq.asyncio.Context()
         self._origins: dict[str, _Origin] = {}
@@ -120,17 +123,17 @@ class Relay:
             if guest is None:
                 continue
             residence = guest[0]
+            base = residence.offset + residence.base
             if residence.repeat:
-                first = residence.base - len(residence.repeat)
-                batch.append(
-                    wire.TokenOutput(output.request_id, residence.epoch, residence.base, first, residence.repeat)
-                )
+                first = base - len(residence.repeat)
+                batch.append(wire.TokenOutput(output.request_id, residence.epoch, base, first, residence.repeat))
                 residence.repeat = []
-            batch.append(token_output_from(output, residence.epoch, residence.base, residence.next_index))
+            first = residence.offset + residence.next_index
+            batch.append(token_output_from(output, residence.epoch, base, first))
             residence.next_index += len(output.new_token_ids)
             # The source has let go, or will on hearing that we have: from here the request may move on.
             residence.handover_open = False
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and not residence.num_parts:
                 self.farewell(output.request_id)
         if not batch or origin is None:
             return
@@ -205,6 +208,8 @@ class Relay:
                 origin.num_unanswered = 0
                 claimed = origin.claimed
                 self._on_dismissal(address, [(one, claimed[one]) for one in message.unknown if one in claimed])
+            case wire.InputPart():
+                self._on_part(address, message)
 
     async def _beat(self) -> None:
         while True:
@@ -223,10 +228,21 @@ class Relay:
                 if origin.is_dead:
                     self._bury(origin, residences)
                     continue
-                origin.claimed = {name: one.epoch for name, one in residences.items() if not one.admitting}
-                claims = list(origin.claimed.items())
-                origin.send(wire.Heartbeat(self._hello.instance, self._hello.incarnation, health, claims))
-                origin.num_unanswered += 1
+                self._report(origin, health, residences)
+
+    def beat(self, address: str) -> None:
+        """Tell this origin now what of its requests is here."""
+        origin = self._origin(address)
+        residences = {name: residence for name, (residence, theirs) in self._guests.items() if theirs is origin}
+        self._report(origin, self._health(), residences)
+
+    def _report(self, origin: _Origin, health: wire.Health, residences: dict[str, Residence]) -> None:
+        here = {name: residence for name, residence in residences.items() if not residence.admitting}
+        origin.claimed = {name: residence.epoch for name, residence in here.items()}
+        num_parts = {name: residence.num_parts for name, residence in here.items() if residence.num_parts}
+        claims = list(origin.claimed.items())
+        origin.send(wire.Heartbeat(self._hello.instance, self._hello.incarnation, health, claims, num_parts))
+        origin.num_unanswered += 1
 
     def _bury(self, origin: _Origin, residences: dict[str, Residence]) -> None:
         requests = [(request_id, residence.epoch) for request_id, residence in residences.items()]

@@ -25,10 +25,12 @@ from llumlet.protocol.wire import MALFORMED
 from vllm_llumnix.engine.features import Forms
 from vllm_llumnix.engine.prompts import check_tokens, prompt_of
 from vllm_llumnix.engine.vllm_types import Request
-from vllm_llumnix.request_wire import CONNECTOR_ARGS, RequestState, state_from
+from vllm_llumnix.request_wire import CONNECTOR_ARGS, RequestState, SessionState, state_from
 
 _MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
 """Queued with nothing missing but room, or in the batch; prefill and decode are treated alike."""
+BETWEEN_PARTS = RequestStatus.WAITING_FOR_STREAMING_REQ
+"""The status of a request whose input comes in parts, when the last one is answered and the next has not come."""
 _params_decoder = msgspec.msgpack.Decoder(SamplingParams)
 _STRUCTURED_OUTPUTS: Final = {field.name for field in dataclasses.fields(StructuredOutputsParams)}
 
@@ -51,6 +53,12 @@ class Residence:
     handover_open: bool = False
     admitting: bool = False
     """Whether its admission may still be revoked: the origin does not hear yet that the request is here."""
+    num_parts: int = 0
+    """Parts of its input that have come, if it comes in parts (`sessions`); else 0."""
+    num_earlier: int = 0
+    """Output tokens of answers before the present one."""
+    offset: int = 0
+    """What `num_earlier` was when the request came here: from there on `base` and `next_index` count."""
     repeat: list[int] = dataclasses.field(default_factory=list)
     """Last tokens before `base`, sent again with the first output from here: the former owner's last outputs may have
     died with it, and the origin's gate cuts off what it has. Not possible with logprobs, which do not travel."""
@@ -65,8 +73,9 @@ REPEATED_TOKENS = 64
 
 
 def repeat_from(request: Request) -> list[int]:
-    """What the request's new engine repeats."""
-    if request.sampling_params.num_logprobs is not None:
+    """What the request's new engine repeats. Nothing of an answer to a part of an input: the answer has an end, which
+    cannot be repeated."""
+    if request.sampling_params.num_logprobs is not None or request.resumable:
         return []
     return list(request.output_token_ids[-REPEATED_TOKENS:])
 
@@ -84,10 +93,11 @@ def residence_from(request: EngineCoreRequest) -> Residence:
         origin=request.queue_server_address,
         external_request_id=request.external_req_id or request.request_id,
         reasoning_ended=request.reasoning_ended,
+        num_parts=int(request.resumable),
     )
 
 
-def state_of(request: Request, residence: Residence) -> RequestState:
+def state_of(request: Request, residence: Residence, max_model_len: int) -> RequestState:
     """The request as it is now, without the digest of its adapter. Loop thread only."""
     structured = request.structured_output_request
     return state_from(
@@ -97,6 +107,7 @@ def state_of(request: Request, residence: Residence) -> RequestState:
         output_token_ids=list(request.output_token_ids),
         reasoning_ended=structured.reasoning_ended if structured else residence.reasoning_ended,
         num_preemptions=request.num_preemptions,
+        session=SessionState(residence.num_parts, residence.num_earlier, max_model_len) if request.resumable else None,
     )
 
 
@@ -108,15 +119,17 @@ def build_request(
     block_hasher: Any,
     adapter: LoRARequest | None,
     forms: Forms,
+    is_part: bool = False,
 ) -> Request:
     """vLLM's `Request` with its history, not yet known to any scheduler. Safe off the engine's loop.
 
     `adapter` is this engine's own of the name that the state has; its path is part of the blocks' hashes. `forms`: of
-    this engine's images.
+    this engine's images. `is_part`: the next part of an input, of a request that is here.
 
     Raises Refused(invalid_request) for what no engine could run, and for what this one could not with another reason.
     """
     max_model_len = config.model_config.max_model_len
+    is_in_parts = is_part or state.session is not None
     if not state.request_id:
         raise Refused(Reason.INVALID_REQUEST, "no request id")
     prompt = prompt_of(state, forms, config)
@@ -124,14 +137,11 @@ def build_request(
     params = decode_params(state, config, tokenizer)
     if params.max_tokens is None or params.max_tokens < 1:
         raise Refused(Reason.INVALID_REQUEST, "max_tokens is not set")
-    if prompt.length + params.max_tokens > max_model_len:
-        raise Refused(
-            Reason.REQUEST_TOO_LONG,
-            f"prompt and max_tokens need {prompt.length + params.max_tokens} positions, "
-            f"this engine has {max_model_len}",
-        )
-    if len(state.output_token_ids) >= params.max_tokens:
+    if not is_in_parts and len(state.output_token_ids) >= params.max_tokens:
         raise Refused(Reason.INVALID_REQUEST, "the request has reached max_tokens")
+    if (positions := _positions_of(state, prompt.length, params.max_tokens, is_in_parts)) > max_model_len:
+        detail = f"prompt and max_tokens need {positions} positions, this engine has {max_model_len}"
+        raise Refused(Reason.REQUEST_TOO_LONG, detail)
     request: Request = VllmRequest(
         request_id=state.request_id,
         prompt_token_ids=prompt.token_ids,
@@ -148,12 +158,21 @@ def build_request(
         session_id=state.session_id,
         block_hasher=block_hasher,
         reasoning_ended=state.reasoning_ended,
+        resumable=is_in_parts,
     )
     request.append_output_token_ids(state.output_token_ids)
     # The front-end had its prefill statistics from the engine that did the prefill.
     request.prefill_stats = None
     request.num_preemptions = state.num_preemptions
     return request
+
+
+def _positions_of(state: RequestState, prompt_length: int, max_tokens: int, is_in_parts: bool) -> int:
+    """How many the request may come to need. vLLM lets a part of an input ask for more than there is beside the parts
+    before it, and ends the answer where its longest request does."""
+    if state.session is not None:
+        return max(state.session.max_tokens, prompt_length + len(state.output_token_ids))
+    return prompt_length if is_in_parts else prompt_length + max_tokens
 
 
 def decode_params(state: RequestState, config: VllmConfig, tokenizer: Any) -> SamplingParams:
@@ -221,7 +240,9 @@ def why_not_now(request: Request) -> tuple[Reason, str] | None:
     """Why this request cannot be moved at this moment; None if it can. Loop thread only."""
     if request.is_finished():
         return Reason.REQUEST_FINISHED, "the request has finished"
-    if request.status not in _MOVABLE:
+    if request.resumable and request.status != BETWEEN_PARTS:
+        return Reason.PREFILL_RUNNING, "a part of its input is being answered; it moves between two"
+    if request.status not in _MOVABLE and request.status != BETWEEN_PARTS:
         return Reason.NOT_STARTED, f"the request is {request.status.name.lower()}"
     if request.num_stale_output_tokens:
         return Reason.REQUEST_PREEMPTED, "it was preempted with a step in flight"

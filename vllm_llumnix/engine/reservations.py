@@ -20,6 +20,7 @@ from vllm_llumnix.engine.block_rows import BlockRows, ids_of, present
 from vllm_llumnix.engine.connectors import Connectors
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.newcomers import Newcomers
+from vllm_llumnix.engine.sessions import Sessions
 from vllm_llumnix.engine.turns import queue_in_turn
 from vllm_llumnix.engine.vllm_types import GroupManager, Request, Scheduler
 
@@ -42,7 +43,8 @@ class Reserved:
 
 
 class Reservations:
-    """The reservations at one scheduler. `load`, `newcomers` and `connectors` hear of requests that it is given."""
+    """The reservations at one scheduler. `load`, `newcomers`, `connectors` and `sessions` hear of requests
+    that it is given."""
 
     def __init__(
         self,
@@ -51,12 +53,14 @@ class Reservations:
         load: LoadCounters,
         newcomers: Newcomers,
         connectors: Connectors,
+        sessions: Sessions,
     ) -> None:
         self._scheduler = scheduler
         self._rows = rows
         self._load = load
         self._newcomers = newcomers
         self._connectors = connectors
+        self._sessions = sessions
         self._manager = scheduler.kv_cache_manager
         self._pool = scheduler.kv_cache_manager.block_pool
         self._managers: Sequence[GroupManager] = self._manager.coordinator.single_type_managers
@@ -186,6 +190,8 @@ class Reservations:
         scheduler = self._scheduler
         if scheduler.pause_state == PauseState.PAUSED_ALL:
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
+        if not computed_tokens and request.resumable:
+            raise Refused(Reason.INVALID_REQUEST, "between two parts of its input it comes with its KV cache")
         if computed_tokens:
             self._require_content(request)
             if computed_tokens < self._least_computed.get(request.request_id, 0):
@@ -208,7 +214,10 @@ class Reservations:
             request.num_computed_tokens = computed_tokens
             self._let_go(request, computed_tokens)
             self._publish(request, computed_tokens)
-            scheduler.kv_holding_waiting.prepend_request(request)
+            if request.resumable:
+                self._sessions.come(request)
+            else:
+                scheduler.kv_holding_waiting.prepend_request(request)
         else:
             self._manager.free(request)
             if request.request_id in self._queued and request.num_output_tokens:
@@ -217,7 +226,7 @@ class Reservations:
                 queue_in_turn(scheduler, request)
         self._queued.discard(request.request_id)
         self._load.queued(request)
-        if computed_tokens == request.num_tokens - 1:
+        if computed_tokens == request.num_tokens - 1 and not request.resumable:
             self._newcomers.add(request)
 
     def cancel(self, request: Request) -> None:
@@ -280,7 +289,8 @@ class Reservations:
     def _check_slot(self, request: Request) -> None:
         """Raises Refused(destination_full)."""
         scheduler = self._scheduler
-        if len(scheduler.running) >= scheduler.max_num_active_reqs:
+        # vLLM counts in who waits for more input.
+        if len(scheduler.running) + scheduler.num_waiting_for_streaming_input >= scheduler.max_num_active_reqs:
             raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
         if request.lora_request is not None:
             present = adapters_of([*scheduler.running, *scheduler.kv_holding_waiting, *self._expected()])

@@ -35,8 +35,9 @@ from vllm_llumnix.engine.connectors import Connectors
 from vllm_llumnix.engine.latest_states import LatestStates
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
-from vllm_llumnix.engine.request_state import why_not_now
+from vllm_llumnix.engine.request_state import BETWEEN_PARTS, why_not_now
 from vllm_llumnix.engine.reservations import Reservations, adapters_of
+from vllm_llumnix.engine.sessions import Sessions
 from vllm_llumnix.engine.shortage import Shortage
 from vllm_llumnix.engine.turns import protect, queue_in_turn
 from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
@@ -100,7 +101,10 @@ class SchedulerPort:
         self.rows = BlockRows(scheduler)
         self.latest_states = LatestStates(scheduler, self.rows)
         self.connectors = Connectors(scheduler)
-        self.reservations = Reservations(scheduler, self.rows, self.load, self.newcomers, self.connectors)
+        self.sessions = Sessions(scheduler)
+        self.reservations = Reservations(
+            scheduler, self.rows, self.load, self.newcomers, self.connectors, self.sessions
+        )
         self.shortage = Shortage(
             scheduler, self.load.num_preemptions, holds=self.rows.is_simple, sizes=self.rows.column_sizes
         )
@@ -149,6 +153,8 @@ class SchedulerPort:
 
     def why_not_now(self, request: Request) -> tuple[Reason, str] | None:
         """Why this request cannot be moved at this moment; None if it can."""
+        if request.resumable and self.rows.num_states:
+            return Reason.NOT_PORTABLE, "its input comes in parts, and its states change with every step"
         return why_not_now(request) or self.connectors.why_not_now(request)
 
     def frontier(self, request: Request, from_block: int, known_output: int, rows: BlockRows | None = None) -> Frontier:
@@ -175,13 +181,15 @@ class SchedulerPort:
         """Stop scheduling the request.
 
         A running one keeps its slot and its blocks, and a step in flight still emits its token; a queued one leaves the
-        queue until `unfreeze`.
+        queue until `unfreeze`. One that waits for more input gets none until `sessions` has it go on.
         """
         self._eligible.setdefault(request.request_id, request.next_decode_eligible_step)
         request.next_decode_eligible_step = _NEVER
         self._frozen[request.request_id] = request
         if request.status == RequestStatus.RUNNING:
             protect(self.scheduler, request)
+        elif request.status == BETWEEN_PARTS:
+            self.sessions.hold(request)
         else:
             self._park(request)
 
@@ -238,6 +246,7 @@ class SchedulerPort:
         self._eligible.pop(request.request_id, None)
         self._frozen.pop(request.request_id, None)
         self._parked.pop(request.request_id, None)
+        self.sessions.ended(request)
 
     def park_preempted(self) -> None:
         """A frozen request that was preempted must not resume while its hand-over is open: take it off the queue."""

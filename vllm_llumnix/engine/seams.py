@@ -141,7 +141,27 @@ SEAMS = Seams(
         _LOAD_TEST,
     ),
     _scheduler("_enqueue_waiting_request", Kind.WRAPPED, "load: a request is queued", _LOAD, _LOAD_TEST),
-    _scheduler("_update_request_as_session", Kind.WRAPPED, "load: a session gets more input", _LOAD, _LOAD_TEST),
+    _scheduler(
+        "_update_request_as_session",
+        Kind.WRAPPED,
+        "load: a session gets more input; and how much it has put out before that",
+        _LOAD,
+        _LOAD_TEST,
+    ),
+    _scheduler(
+        "add_request",
+        Kind.WRAPPED,
+        "parts of an input wait while their request is on its way out, and are dropped when it has left",
+        _MOVES,
+        "tests/engine/test_sessions.py",
+    ),
+    _scheduler(
+        "num_waiting_for_streaming_input",
+        Kind.SET,
+        "a request that comes waits for more of its input",
+        _MOVES,
+        "tests/engine/test_sessions.py",
+    ),
     _scheduler("_preempt_request", Kind.WRAPPED, "load: a request is preempted", _LOAD, _LOAD_TEST),
     _scheduler("_free_request", Kind.WRAPPED, "load: a request leaves", _LOAD, _LOAD_TEST),
     _scheduler("_set_kv_fetch_stage", Kind.WRAPPED, "load: a request's KV is on its way", _LOAD, _LOAD_TEST),
@@ -189,6 +209,12 @@ SEAMS = Seams(
     # Requests
     _request(
         "next_decode_eligible_step", Kind.SET, "a frozen request is not scheduled, one without a block not in this step"
+    ),
+    _request(
+        "streaming_queue",
+        Kind.SET,
+        "a request that comes waits for more of its input",
+        "tests/engine/test_sessions.py",
     ),
     _request("status", Kind.SET, "a request that comes waits to be scheduled"),
     _request("num_computed_tokens", Kind.SET, "the KV cache of a request that comes is in place"),

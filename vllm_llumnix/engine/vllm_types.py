@@ -49,6 +49,7 @@ class Request(Protocol):
     events: list[Any]
     prefill_stats: object | None
     resumable: bool
+    streaming_queue: deque[Any]
     is_prefill_chunk: bool
     replay_start: int
     num_computed_tokens: int
@@ -228,6 +229,8 @@ class Scheduler(Protocol):
     max_num_scheduled_tokens: int
     num_lookahead_tokens: int
     num_sampled_tokens_per_step: int
+    num_waiting_for_streaming_input: int
+    max_model_len: int
     num_spec_tokens: int
     adaptive_long_prefill_threshold: bool
     use_v2_model_runner: bool

@@ -34,9 +34,12 @@ def way_of(request: Request, identity: EngineIdentity, asked: Mode) -> Way:
         raise Refused(Reason.NOT_PORTABLE, identity.unsupported)
     if (problem := why_request_not_portable(request, identity)) is not None:
         raise Refused(Reason.NOT_PORTABLE, problem)
+    if request.resumable and (asked == Mode.RECOMPUTE or identity.kv_unsupported is not None):
+        detail = identity.kv_unsupported or "its input comes in parts: it goes with its KV cache"
+        raise Refused(Reason.NOT_PORTABLE, detail)
     if asked == Mode.RECOMPUTE:
         return Way(Method.RECOMPUTE)
-    insists = asked != Mode.MODE_UNSPECIFIED
+    insists = asked != Mode.MODE_UNSPECIFIED or request.resumable
     if identity.kv_unsupported is None:
         return Way(METHODS.get(asked, Method.LIVE), insists=insists)
     if insists and has_kv(request):

@@ -32,6 +32,7 @@ from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.asgi import num_deaths
 from vllm_llumnix.frontend.origin import OriginShell
 from vllm_llumnix.frontend.seams import SEAMS
+from vllm_llumnix.frontend.sessions import InputSessions
 from vllm_llumnix.frontend.vllm_types import Client, VllmConfig
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
@@ -69,7 +70,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         if settings is None:
             raise ConfigError([f"{CONFIG_VARIABLE} is not set"])
         self.origin = OriginShell(self, vllm_config, settings)
-        self._input_sessions: set[str] = set()
+        self.sessions = InputSessions(self.origin.core, self.origin.open, self.origin.carry_out)
         super().__init__(vllm_config, *args, **kwargs)
         self._outlive_engine()
 
@@ -89,21 +90,30 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     # Requests
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        if not self._may_move(request):
+        origin = self.origin
+        if request.sampling_params is None or request.abort_immediately:
+            # Pooling requests and requests that end at once keep to vLLM's own ways.
             await super().add_request_async(request)
             return
-        origin = self.origin
         request.queue_server_address = origin.ensure_relay().address
+        if self.sessions.has_part(request):
+            if self.sessions.take(request):
+                await self._send_home(request)
+            return
         if request.lora_request is not None:
             origin.adapters.learn(request.lora_request)
         stream = origin.open(request)
+        await self._send_home(request)
+        if deaths := num_deaths.get():
+            origin.came_after(stream, deaths)
+
+    async def _send_home(self, request: EngineCoreRequest) -> None:
         try:
             await super().add_request_async(request)
         except BaseException:
-            origin.close([request.request_id])
+            self.sessions.close([request.request_id])
+            self.origin.close([request.request_id])
             raise
-        if deaths := num_deaths.get():
-            origin.came_after(stream, deaths)
 
     def get_core_engine_for_request(self, request: EngineCoreRequest) -> bytes:
         engine: bytes = super().get_core_engine_for_request(request)
@@ -112,7 +122,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         closed = self.origin.close(request_ids)
-        self._input_sessions.difference_update(request_ids)
+        self.sessions.close(request_ids)
         unroutable = self.origin.unroutable(closed)
         try:
             await super().abort_requests_async(request_ids)
@@ -148,18 +158,6 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     async def sleep_async(self, level: int = 1, mode: PauseMode = "abort") -> None:
         with self.origin.expecting_aborts(mode):
             await super().sleep_async(level, mode)
-
-    def _may_move(self, request: EngineCoreRequest) -> bool:
-        """Pooling requests, sessions with streaming input and requests that end at once keep to vLLM's own ways."""
-        if request.sampling_params is None or request.abort_immediately:
-            return False
-        if request.resumable:
-            self._input_sessions.add(request.request_id)
-            return False
-        if request.request_id in self._input_sessions:  # the end of a session's input
-            self._input_sessions.discard(request.request_id)
-            return False
-        return True
 
     # The death of the home engine's process
 

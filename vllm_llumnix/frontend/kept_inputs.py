@@ -39,6 +39,8 @@ def room_for(request: EngineCoreRequest, keepers: Iterable[Keeper]) -> int:
 
 def why_never(request: EngineCoreRequest, room: int) -> str:
     """Why this request can never be started again somewhere else; empty if it can. `room`: for its prompt."""
+    if request.resumable:
+        return "its input comes in parts"
     params = request.sampling_params
     extra = (params.extra_args if params is not None else None) or {}
     if extra.get(EC_PARAMETERS) or not may_be_lost(extra.get(KV_PARAMETERS)):

@@ -21,8 +21,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from llumlet.protocol import replay_words as words
 from llumlet.protocol import wire
+from llumlet.protocol.inputs import SendPart
 from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
 from llumlet.protocol.owners import Owner
+from llumlet.protocol.parts import Input
 from llumlet.protocol.streams import Part, Stream
 from llumlet.tasks import post
 from vllm_llumnix import step_record
@@ -37,6 +39,7 @@ from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.output_form import output_form_of
 from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
+from vllm_llumnix.frontend.sessions import send_part
 from vllm_llumnix.frontend.vllm_types import BalancingClient, Client, VllmConfig
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
@@ -63,6 +66,7 @@ class ClientStream(Stream):
             request.request_id,
             num_prompt_tokens(request),
             home,
+            input=Input() if request.resumable else None,
             wants_logprobs=params.num_logprobs is not None,
             never=why_never(request, room),
             owes_prompt_logprobs=params.prompt_logprobs is not None,
@@ -273,19 +277,23 @@ class OriginShell:
                     weight_version=weight_version,
                 )
             )
-        self.settle([stream for stream, output in outputs if output.finished])
+        self.settle([stream for stream, output in outputs if output.finished and not self.core.streams.is_open(stream)])
 
     # What the origin asks for
 
     def carry_out(self) -> None:
-        for effect in self.core.ready():
-            self._perform(effect)
+        while effects := self.core.ready():
+            for effect in effects:
+                self._perform(effect)
         self._set_timer()
 
     def _perform(self, effect: OriginEffect) -> None:
         match effect:
             case Send(identity=identity, message=message):
                 self.ensure_relay().send(identity, message)
+            case SendPart():
+                if (why := send_part(self.ensure_relay(), effect)) is not None:
+                    self.core.cannot_send(effect, why, time.monotonic())
             case Deliver(parts=parts, weight_version=weight_version):
                 self._enqueue([(_ours(part.stream), self._output_of(part)) for part in parts], weight_version)
             case Fail(stream=stream, explanation=explanation):

@@ -122,7 +122,7 @@ async def try_move(path: list[Server], model: str, **parameters: Any) -> tuple[S
     ("sampling", "before"),
     [
         ("greedy", "present"),
-        ("seeded", "loadable"),
+        pytest.param("seeded", "loadable", marks=pytest.mark.full),
         pytest.param("greedy", "loadable", marks=pytest.mark.full),
         pytest.param("seeded", "present", marks=pytest.mark.full),
     ],

@@ -308,6 +308,7 @@ async def test_the_own_engine_is_killed(
     await wait_idle(stage.haven)
 
 
+@pytest.mark.full
 async def test_a_replayed_stream_goes_before_who_has_yet_to_begin(stage: Cast, expected: dict[str, Stream]) -> None:
     """Its client has waited for the loss to be noticed. The other engine's batch is full, and others wait there."""
     victim, haven = stage.victim(), stage.haven

@@ -191,7 +191,7 @@ async def test_several_requests_and_a_worker_that_is_stopped(pair: Pair) -> None
     "in a model step",
     "none of its threads answers: lost after 4.5 s, replayed",
 )
-@pytest.mark.parametrize("how", ["schedule", "interpreter"])
+@pytest.mark.parametrize("how", [pytest.param("schedule", marks=pytest.mark.full), "interpreter"])
 @pytest.mark.usefixtures("conserved")
 async def test_the_cache_cannot_be_had(pair: Pair, how: str) -> None:
     expected = await undisturbed(pair.haven, 5, SEEDED)

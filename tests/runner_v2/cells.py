@@ -2,7 +2,8 @@
 """Which cells of the matrix of moves run on engines with the V2 runner.
 
 A token takes Triton's interpreter some ten times as long as a CPU kernel, so `COVER` shows each kind of request once,
-and each value of the other axes several times; the product is for `make test-full`.
+and each value of the other axes several times: every other one in `make test`, the others and the product in
+`make test-full`.
 """
 
 from __future__ import annotations

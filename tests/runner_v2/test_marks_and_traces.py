@@ -61,6 +61,7 @@ async def answer(pair: Pair, *hops: int, **parameters: Any) -> Stream:
     return result
 
 
+@pytest.mark.full
 @pytest.mark.asyncio
 async def test_a_watermark(pair: Pair) -> None:
     unmoved = await answer(pair)

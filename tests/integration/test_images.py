@@ -26,12 +26,15 @@ from tests.engine.test_features import HOSTILE, IMAGE, PROMPT
 from tests.integration.test_any_state import in_phase
 from tests.integration.test_drain import exit_code
 from tests.integration.test_hostile_peers import REFUSED, refusal, state_of
+from tests.integration.test_input_sessions import engine_id
 from tests.integration.test_lost_owner import KILLED_S, ends, engine_of, has_engine
+from tests.support import input_sessions
 from tests.support.client import Client, Stream, StreamFailed
 from tests.support.conservation import wait_idle
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
+from tests.support.input_sessions import Session
 from tests.support.moves import migrate, move_stream
-from tests.support.vision_models import HIDDEN, VISION, build, picture
+from tests.support.vision_models import HIDDEN, TEXT_TOKENS, VISION, build, picture
 
 pytestmark = pytest.mark.asyncio
 
@@ -70,7 +73,7 @@ class Pair:
             instance_id=name,
             max_model_len=32 * (ROOM - 2),
             num_kv_blocks=num_kv_blocks,
-            flags=("--dtype", "float32", "--enable-prompt-embeds", *flags),
+            flags=("--dtype", "float32", "--enable-prompt-embeds", *input_sessions.FLAGS, *flags),
         )
 
 
@@ -270,3 +273,33 @@ async def test_what_a_peer_says_of_an_image_is_checked(pair: Pair) -> None:
         state = state_of(prompt_token_ids=PROMPT, features=[IMAGE])
         await client.adopt(AdoptRequest(epoch=Epoch(term=1), compatibility_digest=digest, request_state=state))
     await unmoved(roomy, look, 18)
+
+
+async def test_parts_of_an_input_with_images(pair: Pair) -> None:
+    """Positions behind the images of a part depend on all images before it, wherever those were looked at."""
+    here = [TEXT_TOKENS, TEXT_TOKENS + 2, TEXT_TOKENS + 1]  # begin, image, end
+    words = list(range(100, 140))
+    shown = [here + words, words[::3], words[:2] + here + words[5:9] + here]
+
+    async def conversation(name: str, *, moves: bool) -> Session:
+        ways = itertools.cycle([(pair.roomy, pair.small), (pair.small, pair.roomy)])
+        images = itertools.count(900)
+        async with Session(pair.roomy.base_url, name) as session:
+            for number, prompt in enumerate(shown):
+                if number and moves:
+                    source, destination = next(ways)
+                    (move,) = await migrate(source, destination, request_ids=[await engine_id(source, name)])
+                    assert (move.phase, move.reason, move.recomputed_tokens) == ("moved", "", 0)
+                pictures = [picture(next(images), 112, 168) for _ in range(prompt.count(here[1]))]
+                await session.say(prompt, 20, pictures)
+                await session.answered(number + 1)
+            await session.end()
+            await session.over()
+        return session
+
+    expected = await conversation("unmoved", moves=False)
+    assert len({token for answer in expected.answers for token, _ in answer}) > 20
+    moved = await conversation("moved", moves=True)
+    assert moved.answers == expected.answers
+    for server in (pair.roomy, pair.small):
+        await wait_idle(server)

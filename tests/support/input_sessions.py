@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streaming input of token ids, which vLLM's engine client takes and its API server offers for sound alone.
+"""Streaming input of tokens and images, which vLLM's engine client takes and its API server offers for sound alone.
 
 `--middleware tests.support.input_sessions.Sessions` has a server answer WebSockets at `PATH`: each message is a part of
 the input, each answer what a step has produced. `Session` is the client.
@@ -7,6 +7,8 @@ the input, each answer what a step has produced. `Session` is the client.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
@@ -15,6 +17,7 @@ from typing import Any, Self
 import aiohttp
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import TokensPrompt
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 PATH = "/input-sessions"
@@ -35,9 +38,9 @@ class Sessions:
         await receive()
         await send({"type": "websocket.accept"})
         first = json.loads((await receive())["text"])
-        outputs = scope["app"].state.engine_client.generate(
-            _parts(receive, first["salt"]), _params(first["params"]), first["request_id"]
-        )
+        client = scope["app"].state.engine_client
+        parts = _parts(receive, client, first["salt"])
+        outputs = client.generate(parts, _params(first["params"]), first["request_id"])
         try:
             async for output in outputs:
                 answer = output.outputs[0]
@@ -59,7 +62,7 @@ def _params(more: dict[str, Any]) -> SamplingParams:
     return SamplingParams(temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA, logprobs=0, **more)
 
 
-async def _parts(receive: Any, salt: str) -> AsyncIterator[StreamingInput]:
+async def _parts(receive: Any, client: Any, salt: str) -> AsyncIterator[StreamingInput]:
     while True:
         message = await receive()
         if message["type"] == "websocket.disconnect":
@@ -68,7 +71,16 @@ async def _parts(receive: Any, salt: str) -> AsyncIterator[StreamingInput]:
         if "prompt" not in part:
             return
         prompt = TokensPrompt(prompt_token_ids=part["prompt"], cache_salt=salt)
-        yield StreamingInput(prompt=prompt, sampling_params=_params(part["params"]))
+        if part["images"]:
+            prompt["multi_modal_data"] = {"image": [_image(url) for url in part["images"]]}
+        (prepared,) = await client.renderer.render_cmpl_async([parse_model_prompt(client.model_config, prompt)])
+        yield StreamingInput(prompt=prepared, sampling_params=_params(part["params"]))
+
+
+def _image(url: str) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
 
 
 class Session:
@@ -95,9 +107,10 @@ class Session:
         await self._socket.close()
         await self._http.close()
 
-    async def say(self, prompt: Sequence[int], max_tokens: int, **params: Any) -> None:
-        """The next part, to be answered with so many tokens."""
-        await self._socket.send_json({"prompt": [*prompt], "params": {"max_tokens": max_tokens, **params}})
+    async def say(self, prompt: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> None:
+        """The next part, to be answered with so many tokens. `images`: `data:` URLs of those whose places are in it."""
+        part = {"prompt": [*prompt], "images": [*images], "params": {"max_tokens": max_tokens}}
+        await self._socket.send_json(part)
 
     async def end(self) -> None:
         """No more input: once everything is answered, the server closes."""

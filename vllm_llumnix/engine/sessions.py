@@ -9,7 +9,7 @@ Loop thread only.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any, Final
 
 from vllm.v1.request import RequestStatus
@@ -30,7 +30,7 @@ class Sessions:
         self._scheduler = scheduler
         self._held: dict[str, list[Request]] = {}
         """Parts that have come for requests which are on their way out."""
-        self._left: deque[str] = deque(maxlen=MAX_LEFT)
+        self._left: OrderedDict[str, None] = OrderedDict()
         self._add = scheduler.add_request
         update = scheduler._update_request_as_session
 
@@ -57,13 +57,14 @@ class Sessions:
 
     def left(self, request: Request) -> None:
         self._held.pop(request.request_id, None)
-        self._left.append(request.request_id)
+        self._left[request.request_id] = None
+        if len(self._left) > MAX_LEFT:
+            self._left.popitem(last=False)
 
     def come(self, request: Request) -> None:
         """It has arrived, with its KV cache in place: it stands here as it stood there."""
         scheduler = self._scheduler
-        if request.request_id in self._left:
-            self._left.remove(request.request_id)
+        self._left.pop(request.request_id, None)
         request.streaming_queue = deque()
         request.status = BETWEEN_PARTS
         scheduler.num_waiting_for_streaming_input += 1

@@ -70,7 +70,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         if settings is None:
             raise ConfigError([f"{CONFIG_VARIABLE} is not set"])
         self.origin = OriginShell(self, vllm_config, settings)
-        self.sessions = InputSessions(self.origin.core, self.origin.open, self.origin.carry_out)
+        self.sessions = InputSessions(self.origin.core, self.origin.open, self.origin.carry_out, self._unlearn)
         super().__init__(vllm_config, *args, **kwargs)
         self._outlive_engine()
 
@@ -106,6 +106,11 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         await self._send_home(request)
         if deaths := num_deaths.get():
             origin.came_after(stream, deaths)
+
+    def _unlearn(self, mm_hash: str) -> None:
+        """Have the image sent whole when it comes again, as where vLLM finds out that its engine does not have it."""
+        if self._renderer is not None and (cache := self._renderer.mm_processor_cache) is not None:
+            cache.invalidate(mm_hash)
 
     async def _send_home(self, request: EngineCoreRequest) -> None:
         try:

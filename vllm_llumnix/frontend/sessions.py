@@ -26,14 +26,20 @@ MAX_PART_BYTES: Final = wire.MAX_MESSAGE_BYTES - (1 << 16)
 
 class InputSessions:
     """Of one client of vLLM's. `open_stream` opens that of a first part in `core`; `carry_out` does what that asks
-    for."""
+    for. `unlearn` is told of each image that has come: vLLM sends its engine one that has been shown before by its name
+    alone, and a later part may have to go to an engine that does not know it."""
 
     def __init__(
-        self, core: Origin, open_stream: Callable[[EngineCoreRequest], object], carry_out: Callable[[], None]
+        self,
+        core: Origin,
+        open_stream: Callable[[EngineCoreRequest], object],
+        carry_out: Callable[[], None],
+        unlearn: Callable[[str], None],
     ) -> None:
         self._core = core
         self._open_stream = open_stream
         self._carry_out = carry_out
+        self._unlearn = unlearn
         self._open: set[str] = set()
         """Requests of which more input may come; the stream may have ended before."""
 
@@ -45,6 +51,8 @@ class InputSessions:
         """Returns whether the part has to go to the home engine, on vLLM's own path; nobody wants that of a stream
         which has ended."""
         core, request_id = self._core, request.request_id
+        for image in request.mm_features or ():
+            self._unlearn(image.mm_hash or image.identifier)
         if request_id not in self._open:
             self._open.add(request_id)
             self._open_stream(request)

@@ -107,7 +107,7 @@ class LlumletAgent:
         self.drains = Drain(context, self.migrations)
         builder = RequestBuilder(context.engine, context.config.reaches, context.adapters, context.loop.record)
         self.arrivals = Arrivals(context, builder, self.aborts.end_soon)
-        self.input_parts = InputParts(context, builder)
+        self.input_parts = InputParts(context, builder, self.aborts.end_soon)
         self.adoptions = Adoptions(context, builder, self.arrivals, Rescues(context))
         self.status = StatusSource(context, self.departures, self.arrivals, self.adoptions)
         self.cache_feed = CacheFeed(context.loop.port.cached_blocks)

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Refused
 from llumlet.tasks import Tasks
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.vllm_types import Request
 
 logger = logging.getLogger("vllm.llumnix")
 
 
 class InputParts:
-    """They are checked as requests are, one by one, in the order in which they came."""
+    """They are checked as requests are, one by one, in the order in which they came. `end_here` ends requests, by id,
+    of whose input a part is refused."""
 
-    def __init__(self, context: EngineContext, builder: RequestBuilder) -> None:
+    def __init__(self, context: EngineContext, builder: RequestBuilder, end_here: Callable[[list[str]], None]) -> None:
         self._loop = context.loop
         self._relay = context.relay
         self._builder = builder
+        self._end_here = end_here
         self._turn = asyncio.Lock()
         self._tasks = Tasks()
 
@@ -38,8 +42,14 @@ class InputParts:
                 if part.state is not None:
                     request = await self._builder.build_part(part.state, part.request_id)
             except Refused as error:
-                # Its API server has let vLLM check it: here it can be no other model's.
-                logger.warning("llumlet: a part of the input of request %s is refused: %s", part.request_id, error)
+                # vLLM has checked it at its API server, for an engine like this one: it would be sent again and again.
+                logger.error("llumlet: request %s ends: a part of its input is refused: %s", part.request_id, error)
+                self._end_here([part.request_id])
                 return
-            take_part = self._loop.port.sessions.take_part
-            await self._loop.call(take_part, part.request_id, part.epoch, part.number, request)
+            await self._loop.call(self._give_on_loop, part, request)
+
+    def _give_on_loop(self, part: wire.InputPart, request: Request | None) -> None:
+        port = self._loop.port
+        port.sessions.take_part(part.request_id, part.epoch, part.number, request)
+        if port.has_runnable():
+            self._loop.wake_group()

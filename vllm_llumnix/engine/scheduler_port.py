@@ -296,7 +296,7 @@ class SchedulerPort:
     def has_runnable(self) -> bool:
         """Whether the next step would compute something for a request."""
         scheduler = self.scheduler
-        if scheduler.waiting or scheduler.kv_holding_waiting:
+        if scheduler.waiting or any(request.status != BETWEEN_PARTS for request in scheduler.kv_holding_waiting):
             return True
         return any(request.request_id not in self._frozen for request in scheduler.running)
 

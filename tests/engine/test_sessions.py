@@ -113,12 +113,15 @@ def test_the_next_part_finds_what_the_last_one_left(rigs: tuple[Rig, Rig]) -> No
         assert rig.port.audit_idle() == []
 
 
-def test_parts_wait_while_it_may_leave(rigs: tuple[Rig, Rig]) -> None:
+@pytest.mark.parametrize("since", ["it is to leave", "it is frozen"])
+def test_parts_wait_while_it_may_leave(rigs: tuple[Rig, Rig], since: str) -> None:
     rig, _ = rigs
     session = say(rig, 0)
     answered(rig)
-    rig.port.sessions.hold(session)
-    rig.port.freeze(session)
+    if since == "it is to leave":
+        rig.port.sessions.hold(session)
+    else:
+        rig.port.freeze(session)
     say(rig, 1)
     say(rig, 2)
     assert rig.turns(5) == []

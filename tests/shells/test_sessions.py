@@ -177,6 +177,30 @@ async def test_in_doubt(scenario: str, model_dir: Path) -> list[str]:
         return [*session.faults, *await let_go(cluster)]
 
 
+@pytest.mark.parametrize("force", [True, False], ids=["forced", "not forced"])
+@retold
+async def test_a_part_comes_while_blocks_are_copied(force: bool, model_dir: Path) -> list[str]:
+    """It waits for a move that is forced. Another makes way for it, also if it is answered before that is noticed."""
+    async with cluster_of(model_dir) as cluster:
+        session = Session(cluster)
+        await session.say()
+        await session.answered()
+        with slow_copies(cluster["B"], 0.4):
+            moving = cluster.begin(cluster.migrate(session, force=force))  # type: ignore[arg-type]
+            await until(lambda: bool(cluster["B"].engine.agent.arrivals.pending()), lambda: "no move", SECONDS)
+            await session.say()
+            if not force:
+                await session.answered()
+                assert not moving.done()
+            phase = MovePhase.Name((await moving).phase)
+        await session.answered()
+        await session.say()
+        await session.answered()
+        await session.end()
+        found = [] if phase == ("MOVED" if force else "STAYED") else [phase]
+        return [*found, *session.faults, *await let_go(cluster)]
+
+
 @retold
 async def test_the_end_of_an_answer_is_late(model_dir: Path) -> list[str]:
     """It comes when the session has left the engine that gave the answer, and the next one is being given."""

@@ -162,10 +162,11 @@ async def test_in_doubt(scenario: str, model_dir: Path) -> list[str]:
     """What has come meanwhile is answered by who has the session in the end, whatever the others believe."""
     async with cluster_of(model_dir) as cluster:
         session = Session(cluster)
-        await session.say()
+        for _ in range(2):
+            await session.say()
         await session.answered()
         played = cluster.begin(PLAY[scenario](cluster, session))  # type: ignore[arg-type]
-        for _ in range(3):
+        for _ in range(2):
             await asyncio.sleep(0.1)
             await session.say()
         await played

@@ -7,6 +7,7 @@ written here, for `grpc.aio` only: that is all we use.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import resources
@@ -29,14 +30,16 @@ from llumlet.proto import llumlet_pb2 as pb
 
 
 def generate(root: Path, out: Path) -> None:
-    """Compile SOURCE below `root` into its place below `out`; RuntimeError if protoc objects."""
-    from grpc_tools import protoc  # type: ignore[import-untyped]
+    """Compile SOURCE below `root` into its place below `out`; RuntimeError if protoc objects.
 
+    In a process of its own: where other libraries have brought protobuf's C++ code along, the import of protoc's may be
+    the end of a process.
+    """
     out.mkdir(parents=True, exist_ok=True)
     well_known = resources.files("grpc_tools") / "_proto"
     descriptors = out / "llumlet.descriptors"
-    arguments = [
-        "protoc",
+    command = [
+        *(sys.executable, "-m", "grpc_tools.protoc"),
         f"--proto_path={root}",
         f"--proto_path={well_known}",
         f"--python_out={out}",
@@ -45,7 +48,7 @@ def generate(root: Path, out: Path) -> None:
         f"--descriptor_set_out={descriptors}",
         SOURCE,
     ]
-    if protoc.main(arguments) != 0:
+    if subprocess.run(command, check=False).returncode != 0:
         raise RuntimeError(f"protoc could not compile {root / SOURCE}")
     (file,) = FileDescriptorSet.FromString(descriptors.read_bytes()).file
     descriptors.unlink()

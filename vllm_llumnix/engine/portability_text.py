@@ -121,7 +121,7 @@ included, is moved between vLLM's own schedulers, synchronous and not, with what
 Beside speculative decoding a step leaves a state behind each draft. What moves is that behind the last accepted one, to
 where a step without drafts looks for it, with the V2 runner: Qwen3-Next there and back while drafts are accepted
 (`tests/runner_v2/test_states_beside_drafts.py`), by the log probabilities of its tokens, since a draft rounds otherwise
-in bfloat16; whatever is accepted, against vLLM's own schedulers, synchronous and not
+in bfloat16, and beside an MTP layer (`tests/runner_v2/test_draft_models.py`); whatever is accepted, against vLLM's own schedulers, synchronous and not
 (`tests/engine/test_latest_states.py`), and against the functions by which vLLM carries a state on
 (`tests/kv/test_kv_states.py`).
 
@@ -186,11 +186,16 @@ host memory beside a GPU, devices other than CPU and CUDA | {Evidence.BY_READING
 _DRAFTS = """
 ## Drafts
 
-The KV cache of a draft model (EAGLE, MTP) lies in the same blocks as the target's and moves along. The V2 runner says
-that a step is done when its tokens are there, before it proposes the next drafts: what the draft model writes for the
-last step may be missing from the copy, and what it still writes for a request that has ended may fall into a block
-that was copied since. Only pages of the draft's own layers are concerned, and drafts only propose: tokens and log
-probabilities are the target's, and what may be lost is the acceptance of a draft. (By reading: no GPU has run this.)
+The KV cache of a draft model, or of a head (EAGLE, MTP), lies in the same blocks as the target's and moves along:
+`tests/runner_v2/test_draft_models.py` has a draft model whose drafts are accepted and an EAGLE head, with the V1 runner
+and with the V2 runner under asynchronous scheduling, and Qwen3-Next with its MTP layer with the latter, there and back
+and there again, with the tokens and log probabilities of an unmoved run.
+
+The V2 runner says that a step is done when its tokens are there, before it proposes the next drafts: what the draft
+model writes for the last step may be missing from the copy, and what it still writes for a request that has ended may
+fall into a block that was copied since. Only pages of the draft's own layers are concerned, and drafts only propose:
+tokens and log probabilities are the target's, and what may be lost is the acceptance of a draft. (This by reading: on a
+CPU nothing overlaps.)
 """
 
 _THE_MARK = f"""\

@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.ids import gateway_id
 from tests.engine.rig import BLOCK_SIZE, Rig
+from tests.engine.test_sessions import answered, say
 from vllm_llumnix.engine.load import NO_HIT, NOTHING, Load, Place, share_of
 from vllm_llumnix.engine.load_counters import RECENT_SECONDS, LoadCounters
 from vllm_llumnix.engine.request_state import why_not_now
@@ -429,6 +430,22 @@ def test_a_look_up_that_fails_costs_no_request(rig: Rig, error: Exception, monke
     assert_right(rig)
 
 
+def test_between_two_parts_of_its_input_it_waits_for_no_turn(model_dir: Path) -> None:
+    rig = Rig(model_dir)
+    before = rig.port.load.snapshot().load
+    say(rig, 0)
+    answered(rig)
+    counted = rig.port.load.snapshot()
+    assert counted.load == before._replace(num_running=1)
+    assert counted.waiting == ()
+    say(rig, 1)
+    assert rig.port.load.snapshot().load.num_waiting == 1
+    answered(rig)
+    rig.scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
+    assert rig.port.load.snapshot().load == before
+    assert rig.port.load.snapshot().num_gone == 1
+
+
 @pytest.mark.parametrize(
     ("external", "ours"),
     [
@@ -449,6 +466,7 @@ class _Request:
     max_tokens = 4
     num_computed_tokens = num_in_flight_tokens = 0
     resumable = False
+    status = RequestStatus.WAITING
     num_tokens = 9
     priority = 0
 

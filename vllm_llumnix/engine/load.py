@@ -34,6 +34,8 @@ class Place(enum.Enum):
     WAITING = enum.auto()
     LOADING = enum.auto()
     RUNNING = enum.auto()
+    IDLE = enum.auto()
+    """It stands between two parts of its input: in the batch by its place and its blocks, with nothing to do."""
 
 
 class Load(NamedTuple):
@@ -110,6 +112,8 @@ def share_of(
     num_tokens = request.num_tokens
     if place is Place.LOADING:
         return Load(num_loading=1, loading_tokens=num_tokens, num_urgent=int(urgent))
+    if place is Place.IDLE:
+        return Load(num_running=1, num_urgent=int(urgent))
     # Tokens of a step in flight are still work.
     final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
     decodes = int(request.max_tokens > 1 and not moving)

@@ -5,7 +5,7 @@ An event names the requests it is about, and what each of them adds to the sums 
 events; of a batch of decodes they count the new tokens and nothing else:
 
     received    a request has reached the process; the loop, perhaps in a long step, knows nothing of it yet
-    queued      it waits; also again, after a preemption, and when it arrives from another engine without KV cache
+    queued      it waits, or stands; also again, after a preemption, and when it arrives from another engine
     loading     a KV connector brings its KV cache
     scheduled   a step begins: requests start to run, prefills advance
     computing   a step has ended; what it has produced is gone through
@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from llumlet.protocol.urgency import is_urgent
 from vllm_llumnix.engine.load import NO_HIT, NOTHING, Hit, Load, Output, Place, Snapshot, share_of
+from vllm_llumnix.engine.request_state import BETWEEN_PARTS
 from vllm_llumnix.engine.vllm_types import Request
 
 RECENT_SECONDS = 10.0
@@ -159,7 +160,7 @@ class LoadCounters:
             # One input session is continued by requests of the same id.
             entry.request = request
             entry.hit = hit
-            self._put(entry, Place.WAITING)
+            self._put(entry, Place.IDLE if request.status == BETWEEN_PARTS else Place.WAITING)
         self._tell()
 
     def preempted(self, request: Request) -> None:
@@ -227,7 +228,7 @@ class LoadCounters:
             entry = self._entries.get(request_id)
             if entry is None:
                 return
-            if entry.place is Place.RUNNING:
+            if entry.place in (Place.RUNNING, Place.IDLE):
                 self._num_gone += 1
                 self._gone_tokens += entry.request.num_tokens
             self._leave(entry)

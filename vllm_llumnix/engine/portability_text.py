@@ -121,9 +121,9 @@ included, is moved between vLLM's own schedulers, synchronous and not, with what
 Beside speculative decoding a step leaves a state behind each draft. What moves is that behind the last accepted one, to
 where a step without drafts looks for it, with the V2 runner: Qwen3-Next there and back while drafts are accepted
 (`tests/runner_v2/test_states_beside_drafts.py`), by the log probabilities of its tokens, since a draft rounds otherwise
-in bfloat16, and beside an MTP layer (`tests/runner_v2/test_draft_models.py`); whatever is accepted, against vLLM's own schedulers, synchronous and not
-(`tests/engine/test_latest_states.py`), and against the functions by which vLLM carries a state on
-(`tests/kv/test_kv_states.py`).
+in bfloat16, and beside an MTP layer (`tests/runner_v2/test_draft_models.py`); whatever is accepted, against vLLM's own
+schedulers, synchronous and not (`tests/engine/test_latest_states.py`), and against the functions by which vLLM carries
+a state on (`tests/kv/test_kv_states.py`).
 
 A stream of 4,096 tokens stands still for 1.3 to 1.4 gaps between its tokens (Gemma 3 1.37, gpt-oss 1.27, windows in
 every layer 1.40, Qwen3-Next 1.31, Llama 1.27) where a step takes 19 to 45 ms (16 layers, hidden size 512): `python -m

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV caches of one model in engines of different numbers of workers: every worker has its heads, wherever they were."""
+"""KV caches of one model in engines of different numbers of workers, or with pages of another order: every worker has
+its heads, wherever they were."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +24,7 @@ from vllm_llumnix.engine.memory import Movers, SourceMemory, routes
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.layout import BlockLayout, Cut, pair_pieces
+from vllm_llumnix.kv.layout import BlockLayout, Cut, Strip, pair_pieces
 from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import BlockCopy, MoverInfo
 from vllm_llumnix.kv.mover import Mover
@@ -40,7 +43,10 @@ Cache = npt.NDArray[np.uint8]
 
 def workers(number: int, layout: str, seed: int = 0) -> list[Memory]:
     page = NUM_HEADS // number * TOKENS * CONTENT
+    # As kernels of GPUs have it: what is kept of a head and a token lies in one place.
+    each = CONTENT if "HN" in layout else NUM_HEADS // number * CONTENT
     shape = {"layout": layout, "shapes": [(LAYERS, page)], "num_blocks": BLOCKS, "tokens": TOKENS}
+    shape["strips"] = ((1, each),)
     return [Memory(**shape, seed=10 * seed + rank, heads=NUM_HEADS // number) for rank in range(number)]
 
 
@@ -64,8 +70,8 @@ def copy(source: Memory, there: list[int], destination: Memory, here: list[int],
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([("LBHNC", "LBHNC"), ("LBNHC", "LBNHC"), ("BLNHC", "LBNHC"), ("LBHNC", "BLHNC")]),
-    st.sampled_from([(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (2, 2)]),
+    st.sampled_from(list(itertools.product(("LBHNC", "LBNHC", "BLHNC", "BLNHC"), repeat=2))),
+    st.sampled_from([(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (2, 2), (1, 1)]),
     st.permutations(range(BLOCKS)),
 )
 def test_heads_find_their_worker(layouts: tuple[str, str], numbers: tuple[int, int], order: list[int]) -> None:
@@ -86,7 +92,7 @@ def test_what_cannot_be_cut() -> None:
     for index, count in [(2, 2), (-1, 2), (0, 0), (0, 3), (0, 8)]:
         with pytest.raises(ValueError, match="of pages with 4 heads"):
             whole.blocks.cut(Cut(index, count))
-    unknown = msgspec.structs.replace(whole.blocks, heads=0, tokens=0)
+    unknown = msgspec.structs.replace(whole.blocks, heads=0, tokens=0, strips=())
     assert unknown.cut(None) is unknown
     with pytest.raises(ValueError, match="with unknown heads"):
         unknown.cut(Cut(0, 2))
@@ -139,22 +145,39 @@ def test_pages_of_so_many_tokens_are_not_cut() -> None:
         routes([whole.blocks], peers)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"strips": ()}, {"strips": (Strip(CONTENT, 1),)}, {"heads": 2, "strips": (Strip(1, 2 * CONTENT),)}],
+    ids=["unknown", "transposed", "other heads"],
+)
+def test_pages_of_another_order_whose_vectors_are_not_known(changes: dict[str, Any]) -> None:
+    (ours,), (theirs,) = workers(1, "LBHNC"), workers(1, "LBNHC")
+    peer = describe(theirs, NoncePage())
+    strange = msgspec.structs.replace(peer, layout=msgspec.structs.replace(peer.layout, **changes))
+    assert len(routes([ours.blocks], [peer])) == 1
+    with pytest.raises(Refused, match="1 workers at the source, 1 here") as refused:
+        routes([ours.blocks], [strange])
+    assert refused.value.reason is Reason.INCOMPATIBLE_ENGINE
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("transport", ["local", "tcp"])
-@pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
-async def test_between_processes(numbers: tuple[int, int], transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"], ids=["alike", "another order"])
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1), (1, 1)])
+async def test_between_processes(numbers: tuple[int, int], order: str, transport: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        shapes = workers(numbers[0], "LBHNC")
+        shapes = workers(numbers[0], order)
         sources: list[SourceProcess] = [
             stack.enter_context(
                 source_process(
                     CAPABILITY,
-                    layout="LBHNC",
+                    layout=order,
                     shapes=memory.shapes,
                     num_blocks=BLOCKS,
                     seed=memory.seed,
                     heads=memory.heads,
                     tokens=TOKENS,
+                    strips=memory.strips,
                 )
             )
             for memory in shapes

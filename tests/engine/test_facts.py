@@ -97,7 +97,14 @@ def test_every_part_of_a_watermark_counts() -> None:
 
 
 TOKENS = {"vllm": "0.32.0", "device": "cpu amx", "parallel": "TP 2", "model": "#12", "parameters": "#34"}
-CACHE = {"block_size": "32", "pages": "#56", "tensor_parallel": "1", "pipeline_and_context_parallel": ""}
+CACHE = {
+    "block_size": "32",
+    "pages": "#56",
+    "tensor_parallel": "1",
+    "pipeline_and_context_parallel": "",
+    "layout": "HNC",
+    "arrangement": "",
+}
 
 
 def facts(accepted: tuple[str, ...] = (), **other: str) -> EngineFacts:
@@ -122,6 +129,16 @@ def test_movers_know_how_many_workers_there_are() -> None:
     assert one.cache_digest != two.cache_digest
     assert one.why_not_cache(facts(pages="#57")) == "pages differ"
     assert one.why_not_cache(facts(tensor_parallel="2", block_size="16")) == "block size: 32 here, 16 at the source"
+
+
+def test_pages_of_another_order() -> None:
+    """Movers copy them vector by vector, where kernels have no arrangement of their own."""
+    one, other = facts(layout="HNC"), facts(layout="NHC")
+    assert one.why_not_cache(other) is other.why_not_cache(one) is None
+    assert one.cache_digest != other.cache_digest
+    assert one.why_not_cache(facts(layout="NHC", pages="#57")) == "pages differ"
+    one, other = (facts(layout=layout, arrangement="cpu vec") for layout in ("HNC", "NHC"))
+    assert one.why_not_cache(other) == "layout: HNC here, NHC at the source"
 
 
 def test_blocks_of_another_size() -> None:

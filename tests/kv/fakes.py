@@ -25,7 +25,7 @@ import torch
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import Grants
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+from vllm_llumnix.kv.layout import BlockLayout, Strip, TensorRegion
 from vllm_llumnix.kv.memory import CudaMemory, HostMemory
 from vllm_llumnix.kv.messages import CudaShare, NetworkName, NixlMemory, PeerMemory, Pull
 from vllm_llumnix.kv.mooncake import MooncakeEngine
@@ -68,6 +68,8 @@ class Memory:
     seed: int = 0
     heads: int = 0
     tokens: int = 0
+    strips: tuple[tuple[int, int], ...] = ()
+    """The fields of each `Strip`."""
 
     def __post_init__(self) -> None:
         regions, size = regions_of(self.layout, self.shapes, self.num_blocks)
@@ -80,6 +82,7 @@ class Memory:
             layout=self.layout,
             heads=self.heads,
             tokens=self.tokens,
+            strips=tuple(Strip(*fields) for fields in self.strips),
         )
 
     def block(self, block: int) -> list[bytes]:

@@ -10,7 +10,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_llumnix.engine.block_rows import kind_of
-from vllm_llumnix.engine.likeness import BLOCK_SIZE, PAGES, PARAMETERS, STAGES, TENSOR_PARALLEL, EngineFacts, named
+from vllm_llumnix.engine.likeness import (
+    ARRANGEMENT,
+    BLOCK_SIZE,
+    LAYOUT,
+    PAGES,
+    PARAMETERS,
+    STAGES,
+    TENSOR_PARALLEL,
+    EngineFacts,
+    named,
+)
 from vllm_llumnix.engine.portability import custom_logits_processors
 from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.kv.messages import MoverInfo
@@ -83,11 +93,11 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         BLOCK_SIZE: engine.scheduler.block_size,
         "groups": ", ".join(_described(group, engine.scheduler.block_size) for group in groups),
         # Whether layers or blocks are outermost is no matter.
-        "layout": ", ".join(sorted({layout.interior for layout in layouts})),
+        LAYOUT: ", ".join(sorted({layout.interior for layout in layouts})),
         STAGES: f"{' '.join(stages)} in turns of {parallel.cp_kv_cache_interleave_size}" if stages else "",
         TENSOR_PARALLEL: parallel.tensor_parallel_size,
         # Of the inside of a page: the kernels of CPUs have one each, those of GPUs one for all.
-        "arrangement": ", ".join(device for device in devices if device.startswith("cpu")),
+        ARRANGEMENT: ", ".join(device for device in devices if device.startswith("cpu")),
         "written_as_by_vllm": WRITTEN_AS_BY.get(vllm.__version__, vllm.__version__),
         "kinds_of_caches": named(sorted({mover.caches for mover in movers})),
         PAGES: named([[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts]),

@@ -21,6 +21,8 @@ PARAMETERS = "parameters"
 """The fact that is not asked for where any difference is accepted: how the model's parameters are cut and packed."""
 STAGES, TENSOR_PARALLEL, PAGES = "pipeline_and_context_parallel", "tensor_parallel", "pages"
 BLOCK_SIZE = "block_size"
+LAYOUT = "layout"
+ARRANGEMENT = "arrangement"
 """Facts about a KV cache. Without stages, another number of workers is no matter: movers know which heads a page has,
 and copy those that they need (`memory.routes`); or they say that they cannot."""
 _MOST_SHOWN = 200
@@ -57,7 +59,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
 
     def why_not_cache(self, theirs: EngineFacts, *, of_any_block_size: bool = False) -> str | None:
         """Why a KV cache of theirs is of no use here; None if it is, as far as facts tell. `of_any_block_size`: movers
-        copy parts of blocks, or say that they cannot."""
+        copy parts of blocks, or say that they cannot, as they do where only the order of a page's dimensions is
+        another; but kernels that have an arrangement of their own know one order."""
         ours, of_others = dict(self.cache), dict(theirs.cache)
         if not ours.get(STAGES):
             may_differ = [TENSOR_PARALLEL, BLOCK_SIZE] if of_any_block_size else [TENSOR_PARALLEL]
@@ -65,6 +68,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
                 for facts in (ours, of_others):
                     for name in (*differing, PAGES):
                         facts.pop(name, None)
+            if not (ours.get(ARRANGEMENT) or of_others.get(ARRANGEMENT)):
+                for facts in (ours, of_others):
+                    facts.pop(LAYOUT, None)
         return _difference(ours, of_others)
 
 

@@ -20,7 +20,7 @@ from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cut, Cuts
+from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cut, Cuts, OfHeads
 from vllm_llumnix.kv.messages import BlockCopy, MoverInfo, PeerMemory, Pull
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 from vllm_llumnix.reach import Reach
@@ -93,31 +93,35 @@ class Route(NamedTuple):
 
 def routes(ours: Sequence[BlockLayout], theirs: Sequence[PeerMemory]) -> list[list[Route]]:
     """Whence each of our workers reads: rank r from rank r where there are as many; else each has a part of the KV
-    heads, in the order of ranks, and reads from all that have any of its own.
+    heads, in the order of ranks, and reads from all that have any of its own. Where the order of a page's dimensions is
+    another, vector by vector.
 
     Raises Refused(incompatible_engine) where that is not so, or heads cannot be told apart. What passes has pages of as
     many tokens as ours, so that cutting them is no more work for us than cutting ours.
     """
-    if len(ours) == len(theirs):
+    orders = {layout.interior for layout in ours} | {memory.layout.interior for memory in theirs}
+    if len(ours) == len(theirs) and len(orders) == 1:
         return [[Route(memory)] for memory in theirs]
+    of: OfHeads = "heads" if len(orders) == 1 else "vectors"
     shapes = {(it.heads * len(ours), it.tokens) for it in ours}
     shapes |= {(it.layout.heads * len(theirs), it.layout.tokens) for it in theirs}
     fewer, more = sorted((len(ours), len(theirs)))
-    if len(shapes) != 1 or (0, 0) in shapes or fewer == 0 or more % fewer:
+    have_vectors = all(layout.has_vectors for layout in (*ours, *(memory.layout for memory in theirs)))
+    if len(shapes) != 1 or (0, 0) in shapes or fewer == 0 or more % fewer or not (of == "heads" or have_vectors):
         detail = f"{len(theirs)} workers at the source, {len(ours)} here, and their heads are not cut alike"
         raise Refused(Reason.INCOMPATIBLE_ENGINE, detail)
     each = more // fewer
     if len(ours) == more:
-        parts = [Cuts(source=Cut(part, each), destination=Cut(0, 1)) for part in range(each)]
+        parts = [Cuts(source=Cut(part, each, of), destination=Cut(0, 1, of)) for part in range(each)]
         return [[Route(theirs[rank // each], parts[rank % each])] for rank in range(more)]
-    parts = [Cuts(source=Cut(0, 1), destination=Cut(part, each)) for part in range(each)]
+    parts = [Cuts(source=Cut(0, 1, of), destination=Cut(part, each, of)) for part in range(each)]
     return [[Route(theirs[rank * each + part], parts[part]) for part in range(each)] for rank in range(fewer)]
 
 
 def _both(of_heads: Cuts, of_tokens: Cuts) -> Cuts:
     """Raises Refused(incompatible_engine)."""
     if WHOLE not in (of_heads, of_tokens):
-        detail = "engines of another number of workers and of another block size"
+        detail = "engines of another number of workers, or order of a page, and of another block size"
         raise Refused(Reason.INCOMPATIBLE_ENGINE, detail)
     return of_tokens if of_heads == WHOLE else of_heads
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 OfStates: TypeAlias = Literal["recurrent", "inputs"]
+OfHeads: TypeAlias = Literal["heads", "vectors"]
 
 ADDRESS_SPACE = 2**63
 _MOST_PIECES: Final = 1 << 14
@@ -74,13 +75,14 @@ class Cut(msgspec.Struct, frozen=True):
     """Of every page, the part that is number `index` of `count` equal ones: of its KV heads, or of its tokens.
 
     Workers of one engine have all heads between them, so that those of an engine of more workers have parts of these.
-    Pages of more tokens hold several of fewer. Of a state the recurrent parts, all of them (number 0 of 1), or the
-    inputs behind so many accepted drafts.
+    Where pages of the two have their heads and tokens in another order, the heads' `vectors` are taken one by one, in
+    the same order of both. Pages of more tokens hold several of fewer. Of a state the recurrent parts, all of them
+    (number 0 of 1), or the inputs behind so many accepted drafts.
     """
 
     index: int
     count: int
-    of: Literal["heads", "tokens", "recurrent", "inputs"] = "heads"
+    of: OfHeads | Literal["tokens"] | OfStates = "heads"
 
 
 class Cuts(NamedTuple):
@@ -162,26 +164,53 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     def cut(self, cut: Cut | None) -> BlockLayout:
         """The same memory, pages of which are parts of these; whole ones without a cut. Cuts of two layouts have the
-        same pages if they are of as many heads, or of as many tokens. Raises ValueError."""
+        same pages if they are of as many heads, or of as many tokens; those of vectors whatever the order of a page's
+        dimensions. Raises ValueError."""
         if cut is None:
             return self
         regions = []
         for region in self.regions:
             for offset, length in self._parts_of(region, cut):
                 regions.append(msgspec.structs.replace(region, offset=region.offset + offset, page_bytes=length))
-        return msgspec.structs.replace(self, regions=tuple(regions), heads=0, tokens=0, strips=(), states=())
+        order = self.layout.replace("NH", "HN") if cut.of == "vectors" else self.layout
+        return msgspec.structs.replace(
+            self, regions=tuple(regions), layout=order, heads=0, tokens=0, strips=(), states=()
+        )
 
     def _parts_of(self, region: TensorRegion, cut: Cut) -> Iterator[tuple[int, int]]:
         """(offset, bytes) of what a cut leaves of a page."""
         if cut.of in ("recurrent", "inputs"):
             yield from self._parts_of_states(region, cut)
             return
-        there_are = self.heads if cut.of == "heads" else self.tokens * bool(self.strips)
+        there_are = {
+            "heads": self.heads,
+            "vectors": self.heads * self.has_vectors,
+            "tokens": self.tokens * bool(self.strips),
+        }[cut.of]
         if not (0 <= cut.index < cut.count and there_are and there_are % cut.count == 0):
             raise ValueError(f"part {cut.index} of {cut.count} of pages with {there_are or 'unknown'} {cut.of}")
+        if cut.of == "vectors":
+            yield from self._vectors_of(region, cut)
+            return
         for offset, length in self._pieces_of(region) if cut.of == "tokens" else self._rows_of(region):
             part = length // cut.count
             yield offset + cut.index * part, part
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether what is kept of one head and one token lies in one place, with others like it around."""
+        return bool(self.heads) and [strip.count for strip in self.strips] == [1]
+
+    def _vectors_of(self, region: TensorRegion, cut: Cut) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of what a page has of each token of some heads, head by head. Raises ValueError."""
+        if self.heads * self.tokens > _MOST_PIECES:
+            raise ValueError(f"pages in more than {_MOST_PIECES} vectors")
+        length = region.page_bytes // (self.heads * self.tokens)
+        of_head, of_token = (1, self.heads) if self.interior.startswith("N") else (self.tokens, 1)
+        each = self.heads // cut.count
+        for head in range(cut.index * each, (cut.index + 1) * each):
+            for token in range(self.tokens):
+                yield (head * of_head + token * of_token) * length, length
 
     def _parts_of_states(self, region: TensorRegion, cut: Cut) -> Iterator[tuple[int, int]]:
         parts = [part for part in self.states if part.is_of == cut.of]

@@ -143,8 +143,8 @@ alone where caches have windows, states or blocks of several sizes, where engine
 well, on CPUs with AMX, and where the sizes have no common multiple up to 4,096 | `test_refusals`: 32 to 64 and back; \
 `test_reblocking` |
 | the order of a page's dimensions (`VLLM_KV_CACHE_LAYOUT`) | nothing between GPUs: what is kept of each head and \
-token is copied by itself; with tokens alone where block sizes differ as well, and where pages hold latents or states | \
-`test_cuts`: memories of any two orders and numbers of workers, by both transports; kernels of CPUs know one order |
+token is copied by itself; with tokens alone where block sizes differ as well, and where pages hold latents or states \
+| `test_cuts`: memories of any two orders and numbers of workers, by both transports; kernels of CPUs know one order |
 | the release of vLLM or of this package | refused, unless all have `--llumlet-accept vllm`; then live between \
 0.32 and 0.33, both ways, and with tokens alone between releases that write another KV cache | `test_rolling_update`, \
 by `make test-next`: greedy, seeded and guided, a drain, a death |

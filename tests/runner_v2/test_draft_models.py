@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of engines that speculate with a draft model, or with a head (EAGLE), move as if unmoved. What these keep of
-a request lies in the blocks of its KV cache and moves along.
+"""Requests of engines that speculate with a draft model, with a head (EAGLE), or with the suffixes of former answers,
+move as if unmoved. What models and heads keep of a request lies in the blocks of its KV cache and moves along.
 
 The draft model is the model itself, so that nearly all drafts are accepted; those of heads are rejected. One head is of
 a model with states (MTP): of these what moves is the one behind the last accepted draft.
@@ -52,17 +52,22 @@ class Pair(NamedTuple):
         pytest.param(("draft_model", "v1", 800), id="model-v1", marks=pytest.mark.full),
         pytest.param(("eagle", "v1", 800), id="head-v1", marks=pytest.mark.full),
         pytest.param(("mtp", "v2", 90), id="states-v2", marks=pytest.mark.full),
+        # Has accepted drafts where the same was answered before. vLLM's V2 runner does not know it.
+        pytest.param(("suffix", "v1", 800), id="suffix-v1", marks=pytest.mark.full),
     ],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     method, which, length = request.param
+    if method == "suffix":
+        pytest.importorskip("arctic_inference", reason="pip install arctic-inference, which is built from its source")
     runner: Runner = "v2" if which == "v2" else ""
     speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
     if method == "mtp":
         model, flags = build_with_mtp(), OTHER["qwen3-next"].flags
     else:
         model, flags = build(MODEL), ("--dtype", "float32")
-        speculation["model"] = str(build_head(MODEL) if method == "eagle" else model)
+        if method != "suffix":
+            speculation["model"] = str(build_head(MODEL) if method == "eagle" else model)
     flags += ("--speculative-config", json.dumps(speculation))
     with Fleet(tmp_path_factory.mktemp("drafts")) as fleet:
         specs = [
@@ -91,10 +96,10 @@ async def drafted(server: Server) -> float:
 async def test_there_and_back(pair: Pair) -> None:
     """Again and again."""
     servers = pair.a, pair.b
-    counted = accepted if pair.method == "draft_model" else drafted
+    counted = accepted if pair.method in ("draft_model", "suffix") else drafted
     before = [await counted(server) for server in servers]
-    async with Client(pair.a.base_url) as client:
-        unmoved, again = [await (await begin(client, pair)).result() for _ in range(2)]
+    async with Client(pair.a.base_url) as client, Client(pair.b.base_url) as other:
+        unmoved, again = [await (await begin(at, pair)).result() for at in (client, other)]
         assert outcome(unmoved) == outcome(again), "void: two unmoved runs differ"
         stream = await begin(client, pair)
         moves: list[Move] = []

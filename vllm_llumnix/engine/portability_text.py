@@ -190,8 +190,9 @@ _DRAFTS = """
 
 The KV cache of a draft model, or of a head (EAGLE, MTP), lies in the same blocks as the target's and moves along:
 `tests/runner_v2/test_draft_models.py` has a draft model whose drafts are accepted and an EAGLE head, with the V1 runner
-and with the V2 runner under asynchronous scheduling, and Qwen3-Next with its MTP layer with the latter, there and back
-and there again, with the tokens and log probabilities of an unmoved run.
+and with the V2 runner under asynchronous scheduling, Qwen3-Next with its MTP layer with the latter, and the suffixes of
+former answers with the former (for which vLLM wants `arctic-inference`), there and back and there again, with the
+tokens and log probabilities of an unmoved run. N-grams, seeded on the V2 runner: `test_speculation_and_lora`.
 
 The V2 runner says that a step is done when its tokens are there, before it proposes the next drafts: what the draft
 model writes for the last step may be missing from the copy, and what it still writes for a request that has ended may

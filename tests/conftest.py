@@ -38,7 +38,7 @@ SHARED = ("engines", "cast", "fleet_of", "wheels")
 STARTED = time.monotonic()
 LONG_SECONDS = 300
 """From which on a run says how fast the machine is."""
-NUM_SCHEDULES = 40_000
+NUM_SCHEDULES = 20_000
 SIMULATION = (sys.executable, "-m", "tests.simulation", "--schedules", str(NUM_SCHEDULES))
 
 

@@ -16,6 +16,7 @@ from llumlet.client import LlumletClient
 from tests.integration.conftest import Engines, StartServer
 from tests.integration.test_lost_owner import engine_of
 from tests.support.conservation import wait_idle
+from tests.support.failures import failure
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.input_sessions import FLAGS, Session
 from tests.support.moves import Move, migrate
@@ -85,6 +86,11 @@ async def test_there_and_back(talkers: Engines) -> None:
     await goes_there_and_back(*talkers)
 
 
+@failure(
+    "the next part of a streaming input comes",
+    "copying, frozen",
+    "it waits at the source, and is sent after the request; of a move that is not forced the request stays for it",
+)
 async def test_parts_that_come_during_a_move(talkers: Engines) -> None:
     """The copy takes a second. What is said meanwhile waits at the source, which lets the request go; it is sent again
     to where that has gone, at once."""
@@ -152,6 +158,11 @@ async def test_it_stays_while_a_part_is_answered(talkers: Engines) -> None:
         await wait_idle(server)
 
 
+@failure(
+    "the engine is lost that has a request with streaming input",
+    "moved on",
+    "its client hears of an error: nobody else has what was said and answered",
+)
 @pytest.mark.full
 async def test_its_owner_is_lost(talkers: Engines, start_server: StartServer) -> None:
     """Nobody has what was said and answered, beside the engine: the client is told."""

@@ -113,12 +113,11 @@ async def is_identical(servers: Sequence[Server]) -> bool:
         return (await moved.result()).token_ids == unmoved.token_ids
 
 
-def measure(family: str, options: argparse.Namespace, say: Say) -> Found:
+def measure(family: str, spec: ServerSpec, options: argparse.Namespace, say: Say) -> Found:
     cell = Cell("live", options.length)
     logs = options.logs / family if options.logs else None
     with Fleet(logs) as fleet:
         say(f"{family}: starting two engines")
-        spec = spec_of(family, options.size, options.runner, options.length)
         servers = fleet.start(*(dataclasses.replace(spec, name=name, instance_id=name) for name in ("a", "b")))
         say(f"{family}: there and back")
         identical = asyncio.run(is_identical(servers))
@@ -170,8 +169,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--moves must be positive, --length from 64 to 6000")
     found = []
     with saying("models") as say:
-        for family in options.families or FAMILIES:
-            found.append(measure(family, options, say))
+        say("making the models")
+        families = options.families or FAMILIES
+        specs = {family: spec_of(family, options.size, options.runner, options.length) for family in families}
+        for family, spec in specs.items():
+            found.append(measure(family, spec, options, say))
     Console(width=120).print(table_of(found))
     lines = [one.as_json() for one in found]
     print_json(options.json, *lines)

@@ -58,7 +58,7 @@ class OtherModel:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_AS_WIDE = {"num_heads", "conv_dim", "block_dim", "block_ff_dim"}
+_AS_WIDE = {"num_heads", "mamba_n_heads", "mamba_d_ssm", "conv_dim", "block_dim", "block_ff_dim"}
 """Fields that go with the hidden size."""
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _CHUNKED, _CONVOLUTION, _MAMBA = "chunked_attention", "conv", "mamba"
@@ -226,24 +226,7 @@ def _write(model: OtherModel, out: Path) -> None:
     import transformers
 
     tokenizer = write_tokenizer(out, VOCABULARY, POSITIONS)
-    fields = dict(model.fields)
-    for of_each_layer in {"layer_types", "layers_block_type"} & fields.keys():
-        fields[of_each_layer] = fields[of_each_layer] * model.repeats
-    config = getattr(transformers, model.config)(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=POSITIONS,
-        hidden_size=model.hidden_size,
-        num_hidden_layers=4 * model.repeats,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=model.head_dim,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.token_to_id(BOS),
-        eos_token_id=tokenizer.token_to_id(EOS),
-        pad_token_id=None,
-        dtype=model.dtype,
-        **fields,
-    )
+    config = config_of(model, tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS))
     network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     scale = model.hidden_size**-0.5
@@ -257,3 +240,29 @@ def _write(model: OtherModel, out: Path) -> None:
             if parameter.ndim > 1:
                 parameter.normal_(0.0, deviations.get(parameter, model.gain * scale), generator=generator)
     network.to(getattr(torch, model.dtype)).save_pretrained(out)
+
+
+def config_of(model: OtherModel, bos: int, eos: int) -> Any:
+    """As Hugging Face's class has it; `bos` and `eos` are ids of tokens."""
+    import transformers
+
+    fields = dict(model.fields)
+    for of_each_layer in {"layer_types", "layers_block_type", "no_rope_layers"} & fields.keys():
+        fields[of_each_layer] = fields[of_each_layer] * model.repeats
+    if "moe_layers" in fields:
+        fields["moe_layers"] = list(range(len(fields["moe_layers"]) * model.repeats))
+    return getattr(transformers, model.config)(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=POSITIONS,
+        hidden_size=model.hidden_size,
+        num_hidden_layers=4 * model.repeats,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=model.head_dim,
+        tie_word_embeddings=False,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=None,
+        dtype=model.dtype,
+        **fields,
+    )

@@ -40,6 +40,8 @@ FAMILIES: Final = ("llama", *OTHER)
 LARGE: Final = "bench"
 SIZES: Final = ("tiny", LARGE)
 TARGET: Final = 1.6
+MOST_TOLD: Final = 500
+"""Characters of what went wrong with a family."""
 OUTPUT: Final = 160
 AT: Final = 30
 """Tokens between two moves."""
@@ -167,17 +169,23 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
     if options.moves < 1 or not 64 <= options.length <= 6000:
         parser.error("--moves must be positive, --length from 64 to 6000")
-    found = []
+    found: list[Found] = []
+    broken: list[dict[str, Any]] = []
     with saying("models") as say:
         say("making the models")
         families = options.families or FAMILIES
         specs = {family: spec_of(family, options.size, options.runner, options.length) for family in families}
         for family, spec in specs.items():
-            found.append(measure(family, spec, options, say))
+            try:
+                found.append(measure(family, spec, options, say))
+            except Exception as error:  # noqa: BLE001 - what was measured of others is told all the same
+                problem = f"{type(error).__name__}: {error}".strip()[:MOST_TOLD]
+                say(f"{family}: {problem}")
+                broken.append({"bench": "models", "family": family, "live": False, "failures": [problem]})
     Console(width=120).print(table_of(found))
-    lines = [one.as_json() for one in found]
+    lines = [*(one.as_json() for one in found), *broken]
     print_json(options.json, *lines)
-    slow = [it for it in lines if it["stall_over_itl_p50"] is None or it["stall_over_itl_p50"] > TARGET]
+    slow = [it for it in lines if not it.get("stall_over_itl_p50") or it["stall_over_itl_p50"] > TARGET]
     print(f"{len(lines) - len(slow)} of {len(lines)} families at or below {TARGET} gaps", file=sys.stderr)
     return 0 if all(it["live"] and it["identical"] for it in lines) else 1
 

@@ -144,6 +144,7 @@ OTHER = {
             "layer_types": [_CHUNKED, _CHUNKED, _CHUNKED, _FULL],
             "no_rope_layers": [1, 1, 1, 0],
         },
+        needs=("--block-size", "32"),  # a whole number of blocks in each chunk
     ),
     # Short convolutions: the state is their latest inputs.
     "lfm2": OtherModel(

@@ -19,7 +19,7 @@ import asyncio
 import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -128,7 +128,7 @@ def measure(family: str, spec: ServerSpec, options: argparse.Namespace, say: Say
         return Found(family, options.size, options.runner, groups_of(servers[0]), identical, cell)
 
 
-def table_of(found: Sequence[Found]) -> Table:
+def table_of(found: Sequence[Found], broken: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="Models on two engines, live moves")
     for heading in ("family", "groups", "live", "identical", "context", "moves", "stall ms", "gap ms", "stall / gap"):
         table.add_column(heading, justify="left" if heading == "family" else "right")
@@ -149,6 +149,8 @@ def table_of(found: Sequence[Found]) -> Table:
             f"{line['itl_ms_p50']:.1f}",
             f"{line['stall_over_itl_p50']:.2f}",
         )
+    for failed in broken:
+        table.add_row(failed["family"], "", *failed["failures"], style="red")
     return table
 
 
@@ -182,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
                 problem = f"{type(error).__name__}: {error}".strip()[:MOST_TOLD]
                 say(f"{family}: {problem}")
                 broken.append({"bench": "models", "family": family, "live": False, "failures": [problem]})
-    Console(width=120).print(table_of(found))
+    Console(width=120).print(table_of(found, broken))
     lines = [*(one.as_json() for one in found), *broken]
     print_json(options.json, *lines)
     slow = [it for it in lines if not it.get("stall_over_itl_p50") or it["stall_over_itl_p50"] > TARGET]

@@ -16,7 +16,7 @@ its first token. The rules, for an arrival of epoch e with tokens [first, end):
 5. Delivered is what begins at the next index. What begins before it loses the tokens that were delivered already; what
    begins after it waits in a bounded buffer; if that is full, the caller has to replay (`overflow`).
 6. An end without tokens counts only at the next index. Where an input comes in parts, each has an end; that of the
-   last one, which is the end `last_end`, finishes the request. The end of a part that is seen again is stale.
+   last one finishes the request (`ends_left`). The end of a part that is seen again is stale.
 7. `fence(e)` answers "started" if e, or any later epoch, was adopted: accepted or waiting in the buffer is the same.
    Otherwise it bars e and every other epoch of the present term from e on (e's owner may have handed on already),
    raises the term and names the epoch that the asker goes on under. Epochs below e stay valid: what the asker sent
@@ -79,10 +79,8 @@ class Gate:
     def __init__(self, max_buffered: int = 256) -> None:
         self.next_index = 0
         self.finished = False
-        self.num_ends = 0
-        """Ends that were delivered."""
-        self.last_end: int | None = 1
-        """The number of the end that finishes the request; None: more input may come."""
+        self.ends_left: int | None = 1
+        """Ends until the one that finishes the request; None: more input may come."""
         self._ended_at = -1
         """Index behind the token with which the last part ended."""
         self._max_buffered = max_buffered
@@ -199,10 +197,11 @@ class Gate:
             return None
         self.next_index = end
         if finished:
-            self.num_ends += 1
             self._ended_at = end
-            if self.num_ends == self.last_end:
-                self.finish()
+            if self.ends_left is not None:
+                self.ends_left -= 1
+                if not self.ends_left:
+                    self.finish()
         return Delivery(arrival.payload, skip, count, finished)
 
     def _drain(self) -> list[Delivery]:

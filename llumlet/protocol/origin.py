@@ -162,7 +162,7 @@ class Origin:
     def end_input(self, stream: Stream, now: float) -> bool:
         """There is no more. As `add_input`; where everything is answered, the stream ends with this."""
         self._effects += self.inputs.end(stream)
-        if stream.num_ends == stream.last_end:
+        if stream.ends_left == 0:
             self.close([stream.request_id], now)
         return stream.owner is None
 

@@ -30,11 +30,6 @@ class Input:
         self.is_over = True
         return self.count
 
-    @property
-    def last_end(self) -> int | None:
-        """See `Gate.last_end`."""
-        return self.count if self.is_over else None
-
     def answered(self, num_ends: int) -> None:
         """So many parts have been."""
         for number in [number for number in self.kept if number < num_ends]:

@@ -119,16 +119,18 @@ class Stream:
         return PATIENCE_SECONDS * (4.0**self.replays - 1.0)
 
     @property
-    def last_end(self) -> int | None:
-        """See `Gate.last_end`."""
-        return 1 if self.input is None else self.input.last_end
+    def ends_left(self) -> int | None:
+        """See `Gate.ends_left`."""
+        if self.input is None:
+            return 1 - self.num_ends
+        return self.input.count - self.num_ends if self.input.is_over else None
 
     def ended(self) -> bool:
         """Count an end that has gone to vLLM's output queue. Returns whether it is that of the stream."""
         self.num_ends += 1
         if self.input is not None:
             self.input.answered(self.num_ends)
-        return self.num_ends == self.last_end
+        return self.ends_left == 0
 
     def owned_by(self, owner: Owner | None, epoch: Epoch, now: float) -> None:
         self.owner, self.epoch, self.confirmed_at = owner, epoch, now
@@ -398,8 +400,7 @@ def _gate_of(stream: Stream) -> Gate:
     if gate is None:
         gate = stream.gate = Gate()
         gate.offer(Arrival(HOME, base=0, first=0, count=stream.num_home, finished=False, payload=None))
-        gate.num_ends = stream.num_ends
-    gate.last_end = stream.last_end
+    gate.ends_left = stream.ends_left
     return gate
 
 

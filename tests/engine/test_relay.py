@@ -204,7 +204,7 @@ async def test_an_origin_that_is_being_asked_is_kept(
 async def test_an_input_in_parts(relay: Relay, parts: asyncio.Queue[Any], origin: Origin) -> None:
     """How many have come is told with each heartbeat, at once where that is asked for; those that come are passed on.
     Tokens are counted from the first answer on, and the end of one is not that of the request."""
-    relay.welcome("s", Residence(origin.address, "s", None, EPOCH, num_parts=3, num_earlier=20, offset=20))
+    relay.welcome("s", Residence(origin.address, "s", None, EPOCH, base=20, next_index=20, num_parts=3))
     relay.welcome("r", Residence(origin.address, "r", None, EPOCH))
     relay.beat(origin.address)
     beat = await origin.receives(wire.Heartbeat)

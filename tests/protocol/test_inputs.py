@@ -304,11 +304,11 @@ def arrival(epoch: Epoch, base: int, first: int, count: int, *, finished: bool) 
 
 def test_the_end_of_a_part_is_not_that_of_the_request() -> None:
     gate = Gate()
-    gate.last_end = None
+    gate.ends_left = None
     (first,) = gate.offer(arrival(HOME, 0, 0, 2, finished=True)).deliver
     assert first.finished
     assert not gate.finished
-    gate.last_end = 2
+    gate.ends_left = 1
     (second,) = gate.offer(arrival(Epoch(0, 1), 2, 2, 1, finished=True)).deliver
     assert second.finished
     assert gate.finished
@@ -316,11 +316,11 @@ def test_the_end_of_a_part_is_not_that_of_the_request() -> None:
 
 def test_an_end_counts_once() -> None:
     gate = Gate()
-    gate.last_end = 2
+    gate.ends_left = 2
     one = arrival(Epoch(0, 1), 0, 0, 2, finished=True)
     assert gate.offer(one).deliver
     assert gate.offer(one).deliver == ()
-    assert (gate.num_ends, gate.finished) == (1, False)
+    assert (gate.ends_left, gate.finished) == (1, False)
 
 
 def test_parts_of_who_is_not_known_yet_wait() -> None:

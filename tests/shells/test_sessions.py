@@ -91,6 +91,14 @@ class Session:
         return faults
 
 
+async def begun(cluster: Cluster) -> Session:
+    """One with its first part answered."""
+    session = Session(cluster)
+    await session.say()
+    await session.answered()
+    return session
+
+
 async def conversation(cluster: Cluster, session: Session) -> list[str]:
     """A part, then moves with parts before, during and after them; what is wrong in the end."""
     names = itertools.cycle("AB")
@@ -183,9 +191,7 @@ async def test_in_doubt(scenario: str, model_dir: Path) -> list[str]:
 async def test_a_part_comes_while_blocks_are_copied(force: bool, model_dir: Path) -> list[str]:
     """It waits for a move that is forced. Another makes way for it, also if it is answered before that is noticed."""
     async with cluster_of(model_dir) as cluster:
-        session = Session(cluster)
-        await session.say()
-        await session.answered()
+        session = await begun(cluster)
         with slow_copies(cluster["B"], 0.4):
             moving = cluster.begin(cluster.migrate(session, force=force))  # type: ignore[arg-type]
             await until(lambda: bool(cluster["B"].engine.agent.arrivals.pending()), lambda: "no move", SECONDS)
@@ -205,9 +211,7 @@ async def test_a_part_comes_while_blocks_are_copied(force: bool, model_dir: Path
 async def test_the_end_of_an_answer_is_late(model_dir: Path) -> list[str]:
     """It comes when the session has left the engine that gave the answer, and the next one is being given."""
     async with cluster_of(model_dir) as cluster:
-        session = Session(cluster)
-        await session.say()
-        await session.answered()
+        session = await begun(cluster)
         await cluster.migrate(session, "A", "B", force=True)  # type: ignore[arg-type]
         ends = lambda batch: batch.outputs[-1].finish_reason is not None  # noqa: E731
         late = cluster.network.arm("TokenBatch", Kind.DELAYED, sender="B", only=ends)
@@ -225,9 +229,7 @@ async def test_the_end_of_an_answer_is_late(model_dir: Path) -> list[str]:
 @retold
 async def test_the_client_leaves(moment: str, model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
-        session = Session(cluster)
-        await session.say()
-        await session.answered()
+        session = await begun(cluster)
         with slow_copies(cluster["B"], 0.1):
             moving = cluster.begin(cluster.migrate(session, force=True)) if moment != "before" else None  # type: ignore[arg-type]
             if moment == "during":

@@ -36,7 +36,7 @@ class Admission:
         # Of a prompt that the source has begun, the prefix cache here may hold more: nothing writes shared blocks.
         computed_tokens = max(under.computed_tokens, cached_tokens) if under.computed_tokens else 0
         residence.epoch, residence.last_hop = under.epoch, under.epoch.hop
-        residence.base = residence.next_index = under.base
+        residence.base = residence.next_index = residence.num_earlier + under.base
         residence.repeat = repeat_from(request)
         residence.handover_open = residence.admitting = True
         try:

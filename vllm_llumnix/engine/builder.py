@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 
 from vllm.lora.request import LoRARequest
 
@@ -48,12 +50,11 @@ class RequestBuilder:
         )
         if (session := state.session) is not None:
             residence.num_parts, residence.num_earlier = session.num_parts, session.num_earlier
-            residence.offset = session.num_earlier
         return state, residence
 
     async def build(self, state: RequestState, residence: Residence, source: str, *, patience_s: float) -> Request:
         """The request with its history. `source`, `patience_s`: see `Grammars.compile`. Raises Refused."""
-        try:
+        with _as_refusals("a request that was to come here"):
             adapter = None
             if state.lora_name is not None:
                 adapter = await self._adapters.resolve(state.lora_name, state.lora_digest)
@@ -63,12 +64,6 @@ class RequestBuilder:
                 await self._grammars.compile(request, source, patience_s=patience_s)
                 await asyncio.to_thread(self.advance_grammar, request, state.output_token_ids)
             return request
-        except Refused:
-            raise
-        except Exception as error:
-            # Whatever vLLM's checks stumble over, it is this request's fault and ends nothing else.
-            logger.exception("llumlet: a request that was to come here is refused")
-            raise Refused(Reason.INVALID_REQUEST, f"{type(error).__name__}: {error}") from error
 
     def _build(self, state: RequestState, adapter: LoRARequest | None, *, is_part: bool = False) -> Request:
         return build_request(
@@ -86,13 +81,9 @@ class RequestBuilder:
         state = await asyncio.to_thread(decode_state, data)
         if state.request_id != request_id or state.session is not None or state.output_token_ids:
             raise Refused(Reason.INVALID_REQUEST, "this is no part of its input")
-        try:
-            return await asyncio.to_thread(self._build, state, None, is_part=True)
-        except Refused:
-            raise
-        except Exception as error:
-            logger.exception("llumlet: a part of the input of request %s is refused", request_id)
-            raise Refused(Reason.INVALID_REQUEST, f"{type(error).__name__}: {error}") from error
+        with _as_refusals("a part of the input of a request"):
+            part: Request = await asyncio.to_thread(self._build, state, None, is_part=True)
+            return part
 
     def append(self, request: Request, token_ids: list[int]) -> None:
         """Add tokens the source has produced since; by one thread at a time. Raises Refused."""
@@ -108,3 +99,15 @@ class RequestBuilder:
         for token_id in token_ids:
             if not self._grammars.accepts(request, token_id):
                 raise Refused(Reason.INVALID_REQUEST, f"the grammar does not accept token {token_id}")
+
+
+@contextlib.contextmanager
+def _as_refusals(what: str) -> Iterator[None]:
+    """Whatever vLLM's checks stumble over, it is this request's fault and ends nothing else."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        logger.exception("llumlet: %s is refused", what)
+        raise Refused(Reason.INVALID_REQUEST, f"{type(error).__name__}: {error}") from error

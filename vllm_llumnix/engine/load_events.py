@@ -19,7 +19,7 @@ from llumlet.protocol.ids import gateway_id
 from vllm_llumnix.engine.load import NO_HIT, Hit
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.progress import Progress
-from vllm_llumnix.engine.request_state import BETWEEN_PARTS, residence_of
+from vllm_llumnix.engine.request_state import first_holding, residence_of
 from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.vllm_types import Engine, Request, Scheduler
 from vllm_llumnix.kv.vllm_types import SchedulerOutput
@@ -165,9 +165,8 @@ def _prefix_cache_of(scheduler: Scheduler) -> Any:
 
 def _first_waiting_of(scheduler: Scheduler) -> Callable[[], Request | None]:
     def first_waiting() -> Request | None:
-        for request in scheduler.kv_holding_waiting:
-            if request.status != BETWEEN_PARTS:
-                return request
+        if (holding := first_holding(scheduler)) is not None:
+            return holding
         return scheduler.waiting.peek_request() if scheduler.waiting else None
 
     return first_waiting

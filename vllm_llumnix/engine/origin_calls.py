@@ -47,7 +47,6 @@ class OriginCalls:
             return int(self._request.client_index)
         residence = self._residence
         residence.epoch, residence.last_hop = epoch, epoch.hop
-        residence.base = residence.next_index = self._request.num_output_tokens
-        residence.offset = residence.num_earlier
+        residence.base = residence.next_index = residence.num_earlier + self._request.num_output_tokens
         self._relay.welcome(self._request.request_id, residence)
         return self._relay.client_index(self._origin)

@@ -123,13 +123,13 @@ class Relay:
             if guest is None:
                 continue
             residence = guest[0]
-            base = residence.offset + residence.base
             if residence.repeat:
-                first = base - len(residence.repeat)
-                batch.append(wire.TokenOutput(output.request_id, residence.epoch, base, first, residence.repeat))
+                first = residence.base - len(residence.repeat)
+                batch.append(
+                    wire.TokenOutput(output.request_id, residence.epoch, residence.base, first, residence.repeat)
+                )
                 residence.repeat = []
-            first = residence.offset + residence.next_index
-            batch.append(token_output_from(output, residence.epoch, base, first))
+            batch.append(token_output_from(output, residence.epoch, residence.base, residence.next_index))
             residence.next_index += len(output.new_token_ids)
             # The source has let go, or will on hearing that we have: from here the request may move on.
             residence.handover_open = False

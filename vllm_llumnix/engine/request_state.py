@@ -24,7 +24,7 @@ from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.wire import MALFORMED
 from vllm_llumnix.engine.features import Forms
 from vllm_llumnix.engine.prompts import check_tokens, prompt_of
-from vllm_llumnix.engine.vllm_types import Request
+from vllm_llumnix.engine.vllm_types import Request, Scheduler
 from vllm_llumnix.request_wire import CONNECTOR_ARGS, RequestState, SessionState, state_from
 
 _MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
@@ -39,8 +39,8 @@ _STRUCTURED_OUTPUTS: Final = {field.name for field in dataclasses.fields(Structu
 class Residence:
     """What this engine remembers of a request beyond vLLM's `Request`; it hangs on the request and dies with it.
 
-    `base` and `next_index` count output tokens; they matter once the request has moved, when its outputs go through
-    the relay with an index.
+    `base` and `next_index` count output tokens, over all answers where the input comes in parts; they matter once the
+    request has moved, when its outputs go through the relay with an index.
     """
 
     origin: str | None
@@ -57,8 +57,6 @@ class Residence:
     """Parts of its input that have come, if it comes in parts (`sessions`); else 0."""
     num_earlier: int = 0
     """Output tokens of answers before the present one."""
-    offset: int = 0
-    """What `num_earlier` was when the request came here: from there on `base` and `next_index` count."""
     repeat: list[int] = dataclasses.field(default_factory=list)
     """Last tokens before `base`, sent again with the first output from here: the former owner's last outputs may have
     died with it, and the origin's gate cuts off what it has. Not possible with logprobs, which do not travel."""
@@ -82,6 +80,14 @@ def repeat_from(request: Request) -> list[int]:
 
 def residence_of(request: Request) -> Residence | None:
     return getattr(request, "llumlet_residence", None)
+
+
+def first_holding(scheduler: Scheduler) -> Request | None:
+    """Who is first to wait for a turn with its KV cache in place; there, too, stand those that wait for more input."""
+    queue = scheduler.kv_holding_waiting
+    if len(queue) <= scheduler.num_waiting_for_streaming_input:
+        return None
+    return next((request for request in queue if request.status != BETWEEN_PARTS), None)
 
 
 def settle_in(request: Request, residence: Residence) -> None:

@@ -35,7 +35,7 @@ from vllm_llumnix.engine.connectors import Connectors
 from vllm_llumnix.engine.latest_states import LatestStates
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
-from vllm_llumnix.engine.request_state import BETWEEN_PARTS, why_not_now
+from vllm_llumnix.engine.request_state import BETWEEN_PARTS, first_holding, why_not_now
 from vllm_llumnix.engine.reservations import Reservations, adapters_of
 from vllm_llumnix.engine.sessions import Sessions
 from vllm_llumnix.engine.shortage import Shortage
@@ -296,7 +296,7 @@ class SchedulerPort:
     def has_runnable(self) -> bool:
         """Whether the next step would compute something for a request."""
         scheduler = self.scheduler
-        if scheduler.waiting or any(request.status != BETWEEN_PARTS for request in scheduler.kv_holding_waiting):
+        if scheduler.waiting or first_holding(scheduler) is not None:
             return True
         return any(request.request_id not in self._frozen for request in scheduler.running)
 

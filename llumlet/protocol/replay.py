@@ -293,7 +293,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         if stream.epoch == self._epoch:
             # Else it has moved on by now, and whoever has it has said so.
             stream.owned_by(owner, self._epoch, around.now)
-        around.suspects.sent(stream.request_id, owner, len(stream.delivered))
+        around.suspects.taken_by(stream.request_id, owner)
         stream.replaying = False
         stream.replays += 1
         self._leave_place(taken=True)

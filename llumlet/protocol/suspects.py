@@ -203,6 +203,12 @@ class Suspects:
         if case is not None:
             case.at, case.until = owner, delivered + case.trial_tokens
 
+    def taken_by(self, request_id: str, owner: Owner) -> None:
+        """`owner` has said that it has it. Its first tokens may have come before, and count."""
+        case = self._trying.get(request_id)
+        if case is not None:
+            case.at = owner
+
     def heard(self, request_id: str, delivered: int) -> None:
         """The client has so many tokens now."""
         case = self._trying.get(request_id)

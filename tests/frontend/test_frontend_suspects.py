@@ -106,6 +106,25 @@ async def test_suspects_one_at_a_time_and_the_others_at_once(
     await until(lambda: rescuer.adopted == {"a": TRIAL_TOKENS, "other": 0, "b": TRIAL_TOKENS})
 
 
+async def test_tokens_count_that_come_before_the_answer(
+    client: Any, engine: FakeEngine, home: FakePeer, rescuer: Rescuer, record: StepRecord
+) -> None:
+    await start(client, engine, "a")
+    await home.heartbeat()
+    rescuer.agent.delays["adopt"] = 1.0
+    in_step(record, "a")
+    client.origin.bury_home()
+    await until(lambda: "a" in rescuer.adopted)
+    await rescuer.peer.tokens(relayed("a", 1, 20, epoch=RAISED, base=1))
+    await tokens_of(client, 1)
+    assert client.origin.core.streams.get("a").replaying, "no answer yet"
+    await until(lambda: not client.origin.core.streams.get("a").replaying)
+    assert client.origin.core.suspects.any_tried
+    await rescuer.peer.tokens(relayed("a", 2, *range(30, 30 + TRIAL_TOKENS - 1), epoch=RAISED, base=1))
+    await tokens_of(client, TRIAL_TOKENS - 1)
+    assert not client.origin.core.suspects.any_tried
+
+
 async def test_the_second_death_ends_it(
     client: Any, engine: FakeEngine, home: FakePeer, rescuer: Rescuer, record: StepRecord, said: dict[str, str]
 ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-from collections import deque
 from typing import Final
 
 _CHOICE: Final = range(20_000, 30_000)
@@ -15,22 +14,36 @@ _CHOICE: Final = range(20_000, 30_000)
 
 _random: Final = random.SystemRandom()
 """Not the one that anybody may seed: processes that did alike, as tests do, would choose the same ports."""
-_given: Final[deque[int]] = deque(maxlen=1000)
-"""Ports that were given lately. They look free until their servers listen."""
+_MOST_KEPT: Final = 200
+_kept: Final[dict[int, socket.socket]] = {}
+"""Ports that were given lately, each with what keeps it for this process: they look free until their servers listen."""
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that are free now, and that this process was not given before."""
+    """TCP ports of the loopback interface that are free now, and that nobody on this machine was given lately."""
     found: list[int] = []
     while len(found) < count:
         port = _random.choice(_CHOICE)
-        if port in _given:
-            continue
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            found.append(port)
-            _given.append(port)
+        if port not in _kept and _keep(port):
+            with socket.socket() as listener, contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                found.append(port)
+    while len(_kept) > max(_MOST_KEPT, count):
+        _kept.pop(next(iter(_kept))).close()
     return found
+
+
+def _keep(port: int) -> bool:
+    """Whether this process now is the one that may give it away: one name in the whole machine (as far as it shares
+    its ports), that the kernel forgets when the process ends."""
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0vllm-llumnix-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _kept[port] = name
+    return True
 
 
 def free_port() -> int:

@@ -10,8 +10,8 @@ import signal
 import sys
 import textwrap
 import time
-from collections import deque
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -103,18 +103,33 @@ def test_a_server_that_dies_shows_the_end_of_its_log_and_the_cause_before_it(tmp
     assert len(str(died.value).splitlines()) < 50
 
 
+GIVES = "from llumsched.up import ports; print(*ports.free_ports({count}), flush=True); input()"
+
+
 def test_a_port_is_not_given_again_before_its_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports_module, "_CHOICE", range(20_000, 20_300))
-    monkeypatch.setattr(ports_module, "_given", deque(maxlen=1000))
     given = [free_port() for _ in range(150)]
     assert len(set(given)) == len(given)
 
 
+def test_nor_by_another_process_while_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = GIVES.format(count=100)
+    with Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        theirs = {int(port) for port in other.stdout.readline().split()}
+        monkeypatch.setattr(ports_module, "_CHOICE", sorted(theirs)[:50] + list(range(19_000, 19_100)))
+        assert not {free_port() for _ in range(50)} & theirs
+        other.stdin.write("\n")
+    monkeypatch.setattr(ports_module, "_CHOICE", sorted(theirs))
+    assert set(free_ports(50)) < theirs
+
+
 def test_who_seeds_alike_gets_other_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Hypothesis does before each test, in all processes that share the tests."""
+    monkeypatch.setattr(ports_module, "_keep", lambda port: True)
     found = []
     for _ in range(2):
-        monkeypatch.setattr(ports_module, "_given", deque(maxlen=1000))
         random.seed(0)
         found.append(free_ports(3))
     assert found[0] != found[1]

@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 import zmq.asyncio
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import FinishReason, core_client
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.request import Request
 
@@ -209,8 +209,11 @@ class Instance:
         self, name: str, config: LlumletConfig, model: Path, asynchronous: bool, directory: Path, cache_stays: bool
     ) -> None:
         self.name = name
-        variables = {CONFIG_VARIABLE: config.to_json(), "VLLM_ENGINE_READY_TIMEOUT_S": "20"}
-        with mock.patch.dict("os.environ", variables), ThreadPoolExecutor(1) as starter:
+        with (
+            mock.patch.dict("os.environ", {CONFIG_VARIABLE: config.to_json()}),
+            mock.patch.object(core_client, "VLLM_ENGINE_READY_TIMEOUT_S", 20),
+            ThreadPoolExecutor(1) as starter,
+        ):
             # Each waits for the other.
             vllm_config = engine_config(model, asynchronous=asynchronous)
             starting = starter.submit(lambda: Engine(vllm_config, directory, cache_stays=cache_stays))
@@ -222,6 +225,7 @@ class Instance:
         """The engine; its API server outlives it."""
         self._slots = self.engine.scheduler.max_num_active_reqs
         self._reader: asyncio.Task[None] | None = None
+        self.proxy: RelayProxy | None = None
         self._ending = contextlib.ExitStack()
 
     @property
@@ -255,7 +259,7 @@ class Instance:
         self.client.origin.engine_died()
 
     async def close(self) -> None:
-        assert self._reader is not None
+        """Also of one that listens to nobody yet, as another could not be made."""
         self._ending.close()
         self.engine.model_executor.pace = 0.0
         self.engine.model_executor.turns.set()
@@ -265,10 +269,12 @@ class Instance:
             self.client.origin.watch.cancel()
         await asyncio.to_thread(self.engine.stop_loop)
         await self.client.input_socket.send_multipart([self.client.core_engine, NO_MESSAGE])
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
         await asyncio.to_thread(self.engine.stop_sockets)
-        await self.proxy.close()
+        if self.proxy is not None:
+            await self.proxy.close()
         close_client(self.client)
         await asyncio.sleep(0)
 

@@ -10,7 +10,7 @@ import time
 from contextlib import nullcontext
 from typing import Final
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from llumsched.gateway import errors, objectives, prompts
@@ -33,6 +33,8 @@ _LEAST_BYTES: Final = 1024
 """Bytes of a body that `client_timeout_s` is for."""
 _ESTIMATED_BYTES: Final = 1 << 16
 """Length above which only the length of a body counts that no tokenizer reads."""
+_LAST_LOOK_S: Final = 0.02
+"""Pause before a client is given up, in which what it sent while this process stood still is read."""
 _RETRY_SPREAD_S: Final = 3
 """Random seconds on top of Retry-After: who is refused at the same moment is not to come back at the same one."""
 _KEPT_ALIVE_AT_ONCE: Final = 100
@@ -166,20 +168,30 @@ async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray
     """The body. Raises RequestTooLarge, and RequestTimedOut if the next KiB of it takes longer than `timeout_s`."""
     loop = asyncio.get_running_loop()
     body = bytearray()
-    num_due = _LEAST_BYTES
+    num_due, due_s = _LEAST_BYTES, loop.time() + timeout_s
     try:
-        async with asyncio.timeout(timeout_s) as limit:
-            while part := await request.content.readany():
-                body += part
-                _check_size(request, len(body))
-                if len(body) >= num_due:
-                    num_due = len(body) + _LEAST_BYTES
-                    limit.reschedule(loop.time() + timeout_s)
+        while part := await _next_part(request.content, due_s):
+            body += part
+            _check_size(request, len(body))
+            if len(body) >= num_due:
+                num_due, due_s = len(body) + _LEAST_BYTES, loop.time() + timeout_s
     except TimeoutError:
         raise errors.RequestTimedOut(f"Less than a KiB more of the body came in {timeout_s:g} s.") from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise errors.InvalidRequest(f"The body cannot be read: {error}") from None
     return body
+
+
+async def _next_part(content: StreamReader, due_s: float) -> bytes:
+    """Empty at the end. Raises TimeoutError."""
+    try:
+        async with asyncio.timeout_at(due_s):
+            return await content.readany()
+    except TimeoutError:
+        await asyncio.sleep(_LAST_LOOK_S)
+        if part := content.read_nowait():
+            return part
+        raise
 
 
 def _check_size(request: web.BaseRequest, num_bytes: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 from typing import Final
@@ -15,8 +16,9 @@ _CHOICE: Final = range(20_000, 30_000)
 _random: Final = random.SystemRandom()
 """Not the one that anybody may seed: processes that did alike, as tests do, would choose the same ports."""
 _MOST_KEPT: Final = 200
-_kept: Final[dict[int, socket.socket]] = {}
-"""Ports that were given lately, each with what keeps it for this process: they look free until their servers listen."""
+_kept: Final[dict[int, int]] = {}
+"""Ports that were given lately, each with the descriptor that keeps it for this process: they look free until their
+servers listen."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -29,20 +31,19 @@ def free_ports(count: int) -> list[int]:
                 listener.bind(("127.0.0.1", port))
                 found.append(port)
     while len(_kept) > max(_MOST_KEPT, count):
-        _kept.pop(next(iter(_kept))).close()
+        os.close(_kept.pop(next(iter(_kept))))
     return found
 
 
 def _keep(port: int) -> bool:
     """Whether this process now is the one that may give it away: one name in the whole machine (as far as it shares
     its ports), that the kernel forgets when the process ends."""
-    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        name.bind(f"\0vllm-llumnix-port-{port}")
-    except OSError:
-        name.close()
-        return False
-    _kept[port] = name
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+        try:
+            name.bind(f"\0vllm-llumnix-port-{port}")
+        except OSError:
+            return False
+        _kept[port] = name.detach()
     return True
 
 

@@ -50,8 +50,9 @@ class FakeClient:
             began = asyncio.get_running_loop().time()
             try:
                 for number in range(1, num_output + 1):
-                    await asyncio.sleep(began + number * self.GAP_S - asyncio.get_running_loop().time())
-                    times.append(asyncio.get_running_loop().time())
+                    due = began + number * self.GAP_S
+                    await asyncio.sleep(due - asyncio.get_running_loop().time())
+                    times.append(due)  # however late this machine is
             finally:
                 FakeClient.running -= 1
 

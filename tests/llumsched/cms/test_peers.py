@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llumlet import redis_link
 from llumlet.peers import MAX_PEERS
 from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, RedisLink, connect, peers_key
 from llumlet.stores import open_directory
@@ -128,7 +129,8 @@ async def test_an_answer_costs_little_in_a_large_cluster() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_redis_is_not_read_whole() -> None:
+async def test_a_redis_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_link, "TTL_S", 3600)
     async with RedisServer() as server:
         writer = connect(server.url)
         for row in range(300):

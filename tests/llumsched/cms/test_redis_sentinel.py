@@ -82,9 +82,10 @@ async def test_a_master_that_the_sentinels_gave_up_is_left(
         await directory.peers((), "d")
         old, new = group.servers
         assert await num_clients(old) >= 4
+        for sentinel in group.sentinels:  # else they make it a replica again
+            await sentinel.tell("SENTINEL", "REMOVE", SERVICE)
         await new.tell("REPLICAOF", "NO", "ONE")
         for sentinel in group.sentinels:
-            await sentinel.tell("SENTINEL", "REMOVE", SERVICE)
             await sentinel.tell("SENTINEL", "MONITOR", SERVICE, "127.0.0.1", str(new.port), "2")
             await sentinel.tell("SENTINEL", "SET", SERVICE, "auth-pass", "secret")
         await directory.peers((), "d")
@@ -110,9 +111,9 @@ async def num_clients(server: RedisServer) -> int:
 async def test_a_master_that_is_a_replica_by_now_is_left(group: SentinelGroup) -> None:
     (old, new), client = group.servers, connect(group.url)
     await client.set("llumnix:x", "1")
-    await new.tell("REPLICAOF", "NO", "ONE")
     for sentinel in group.sentinels:
         await sentinel.tell("SENTINEL", "REMOVE", SERVICE)
+    await new.tell("REPLICAOF", "NO", "ONE")
     await old.tell("REPLICAOF", "127.0.0.1", str(new.port))
     with pytest.raises(RedisError, match="now a slave"):
         await client.set("llumnix:x", "2")

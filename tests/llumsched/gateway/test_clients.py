@@ -76,13 +76,15 @@ async def test_bytes_that_trickle_give_a_head_no_more_time() -> None:
 
 @pytest.mark.asyncio
 async def test_between_requests_a_connection_may_wait_longer_than_for_a_head() -> None:
-    async with cluster(num_engines=1, header_timeout_s=0.1, keep_alive_timeout_s=0.6) as it:
+    async with cluster(num_engines=1, header_timeout_s=0.1, keep_alive_timeout_s=3.0) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
         for _ in range(2):
             writer.write(REQUEST)
             assert await _answer(reader) == 200
+            answered_s = time.monotonic()
             await asyncio.sleep(0.3)
-        assert 0.1 < await _end(reader) < 10
+        await _end(reader)
+        assert time.monotonic() - answered_s > 1.0
         writer.close()
 
 
@@ -97,6 +99,7 @@ async def test_an_answer_may_take_longer_than_a_head() -> None:
 
 @pytest.mark.asyncio
 async def test_a_request_may_come_slowly_but_not_by_the_byte() -> None:
+    """While this process stands still it hears nothing, and that is not the client's doing."""
     async with cluster(client_timeout_s=0.5, max_requests=1) as it:
         content = json.dumps(BODY | {"prompt": "x" * 8000}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
@@ -104,6 +107,8 @@ async def test_a_request_may_come_slowly_but_not_by_the_byte() -> None:
         for at in range(0, len(content), 2048):
             await asyncio.sleep(0.15)
             writer.write(content[at : at + 2048])
+            if at:
+                time.sleep(0.6)  # noqa: ASYNC251 - it stands still
         assert await _answer(reader) == 200
         writer.write(_post(b"", len(content)))
         answered = asyncio.create_task(_answer(reader))

@@ -205,7 +205,7 @@ async def test_before_it_closes_it_says_for_a_while_that_it_leaves(num_workers: 
 @pytest.mark.asyncio
 async def test_a_while_is_no_longer_than_it_was_said() -> None:
     arguments = ("--scheduling-policy", "round-robin", "--llm-backend-endpoints", "127.0.0.1:1")
-    async with _process(*arguments, "--shutdown-delay", "500ms") as (client, process):
+    async with _process(*arguments, "--shutdown-delay", "4s") as (client, process):
         process.send_signal(signal.SIGTERM)
         await _until_leaving(client)
         await _until_closed(client)

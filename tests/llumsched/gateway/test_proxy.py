@@ -176,7 +176,7 @@ async def test_a_request_is_sent_again_once_and_only_if_the_connection_was_close
     after_s: float, status: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two idle connections: a second one that is about to close would be as good as none."""
-    monkeypatch.setattr("llumsched.gateway.upstream._CLOSED_UNREAD_S", 0.1)
+    monkeypatch.setattr("llumsched.gateway.upstream._CLOSED_UNREAD_S", 0.1 if after_s else 30.0)
     engine = Closing(after_s)
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     address = Address("127.0.0.1", server.sockets[0].getsockname()[1])

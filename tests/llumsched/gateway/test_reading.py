@@ -164,6 +164,7 @@ async def _counter(*arguments: Any, **settings: Any) -> AsyncIterator[TokenCount
     counter = TokenCounter(*arguments, **settings)
     try:
         await counter.start()
+        await counter._readers.start()
         yield counter
     finally:
         await counter.close()

@@ -151,6 +151,7 @@ async def test_a_stream_that_lacks_something_is_void_until_everything_was_told_a
             case "nonsense":
                 streams.tell(3, stored=b"seven")
     await until(lambda: len(streams.requests) == 2)
+    monkeypatch.setattr(watching, "SILENCE_S", 1000.0)
     assert cluster.of(asked(100)) == {"a": 0}
     assert not watches.in_sync
     streams.tell(1, reset=True, stored=blocks_of(32))

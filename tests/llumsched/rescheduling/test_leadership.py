@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -196,6 +197,9 @@ async def test_a_pass_during_which_the_lease_runs_out_gives_no_orders_of_nobody(
     lease = await started(redis, "one")
     await until(lambda: lease.term > 0)
     term = lease.term
+    assert lease._task is not None
+    await end(lease._task)  # nothing prolongs it, and it does not run out before its time
+    lease._until_s = math.inf
     async with SimulatedCluster(2, model=engine_model(speed=0.05)) as cluster:
         view = View()
         for instance in cluster.instances.values():

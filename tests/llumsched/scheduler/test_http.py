@@ -19,7 +19,6 @@ from llumsched.contract import MAX_BODY_BYTES
 from llumsched.latency.profile import Profile, for_llumnix
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from tests.llumlet.fake_agent import until
 from tests.llumsched import cases
 from tests.llumsched.latency.test_fitting import TRUE, steps
 
@@ -97,7 +96,7 @@ async def test_of_ranks_behind_one_api_server_the_gateway_is_told_which(client: 
 async def test_a_young_scheduler_does_not_choose_yet() -> None:
     policy = load_policy("load-balance", Mode.FULL)
     async with AsyncExitStack() as stack:
-        running = await serve(SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.3))
+        running = await serve(SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=60.0))
         stack.push_async_callback(running.close)
         client = Client(running, await stack.enter_async_context(aiohttp.ClientSession()))
         body = {"id": "r", "model": "m"}
@@ -105,7 +104,7 @@ async def test_a_young_scheduler_does_not_choose_yet() -> None:
         cases.put(running.view, "a", api_server_port=8000)
         assert await client.post("/schedule", body) == (503, "warming: 1 instances are known so far")
         assert json.loads((await client.get("/healthz"))[1])["status"] == "warming"
-        await until(lambda: not running.dispatcher.warmth.is_warming)
+        running.dispatcher.warmth._grew_s -= 60.0
         assert await client.schedule("r") == "a"
         assert json.loads((await client.get("/healthz"))[1])["status"] == "ok"
         assert 'scheduler_scheduling_failed_total{error_type="warming"} 2.0' in (await client.get("/metrics"))[1]

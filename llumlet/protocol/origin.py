@@ -248,7 +248,7 @@ class Origin:
         """Several times a second: probe who is silent, and let orphans go on elsewhere."""
         self._around.now = now
         for owner in self.owners.all():
-            silent = now - owner.last_heard > PROBE_SECONDS and not owner.parted
+            silent = owner.silence(now) > PROBE_SECONDS and not owner.parted
             if silent and owner.llumlet and not owner.dead and owner.llumlet not in self._probing:
                 self._probing.add(owner.llumlet)
                 self._effects.append(Probe(owner))
@@ -256,6 +256,13 @@ class Origin:
             self._let_go_on(orphan)
         self.suspects.keep(self.streams)
         self.suspects.advance()
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """This process has stood still for so long and heard nobody: that is nobody's silence."""
+        for owner in self.owners.all():
+            owner.forgiven = min(now - owner.last_heard, owner.forgiven + seconds)
+        for replay in self.replays.values():
+            replay.forgive(seconds, now)
 
     def probed(self, owner: Owner, last_heard: float, gone: bool, now: float) -> None:
         """The answer to `Probe`, asked when it had been heard of at `last_heard`; since then it may have been again."""

@@ -35,6 +35,8 @@ class Owner:
     """Engines with the same can go on with its requests."""
     last_heard: float = 0.0
     """Its last sign of life, in seconds of this process's monotonic clock."""
+    forgiven: float = 0.0
+    """Seconds since then in which this process stood still and could hear nobody."""
     health: Health = Health.OK
     """The health of its loop, as of its last heartbeat."""
     hung_since: float = 0.0
@@ -51,6 +53,13 @@ class Owner:
         if not self.dead:
             self.dead, self.dead_since = how, now
 
+    def speaks(self, now: float) -> None:
+        self.last_heard, self.forgiven = now, 0.0
+
+    def silence(self, now: float) -> float:
+        """Seconds for which it could have been heard of, and was not."""
+        return now - self.last_heard - self.forgiven
+
     def says(self, health: Health) -> None:
         if health is Health.HUNG and self.health is not Health.HUNG:
             self.hung_since = self.last_heard
@@ -64,21 +73,20 @@ class Owner:
             return self.dead
         if self.health is Health.HUNG and self.last_heard >= since and now - self.hung_since >= patience:
             return "its loop hangs"
-        silent = now - self.last_heard
+        silent = self.silence(now)
         return f"nothing heard of it for {silent:.1f} s" if silent > LOST_SECONDS + patience else None
 
     def may_have_cache(self, now: float) -> bool:
         """Whether the KV cache of its requests may still be read: its loop hangs, and its other threads do not."""
-        return not self.dead and self.health is Health.HUNG and now - self.last_heard <= SUSPECT_SECONDS
+        return not self.dead and self.health is Health.HUNG and self.silence(now) <= SUSPECT_SECONDS
 
     def takes_requests(self, now: float) -> bool:
         """Whether it makes sense to send it something new."""
-        return not self.dead and self.health is Health.OK and now - self.last_heard <= SUSPECT_SECONDS
+        return not self.dead and self.health is Health.OK and self.silence(now) <= SUSPECT_SECONDS
 
     def is_ailing(self, now: float) -> bool:
         """Whether it is known that it makes none."""
-        silent = now - self.last_heard
-        return not self.parted and not self.takes_requests(now) and silent <= FORGOTTEN_SECONDS
+        return not self.parted and not self.takes_requests(now) and self.silence(now) <= FORGOTTEN_SECONDS
 
     def may_take_requests(self, now: float) -> bool:
         """Whether it makes sense to try: it does, or parted from us without ado."""
@@ -109,7 +117,7 @@ class Owners:
         self._by_identity[identity] = owner
         self._by_name.move_to_end(name)
         owner.parted = False
-        owner.last_heard = now
+        owner.speaks(now)
         return owner
 
     def expected(self, instance: str, incarnation: str, llumlet: str, now: float) -> Owner:
@@ -120,7 +128,8 @@ class Owners:
                 instance, incarnation, identity=b"", llumlet=llumlet, last_heard=now
             )
         elif owner.parted:
-            owner.parted, owner.last_heard = False, now
+            owner.parted = False
+            owner.speaks(now)
         return owner
 
     def all(self) -> list[Owner]:

@@ -124,6 +124,8 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         self._has_had_turn = False
         self._looked_for: Owner | None = None
         self._asked_at = 0.0
+        self._forgiven = 0.0
+        """Seconds since then in which this process stood still."""
         self._epoch = HOME
         """The present attempt's epoch."""
 
@@ -247,7 +249,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         if self._trial_tokens:
             # Should the answer never come, this is whose last steps tell why.
             around.suspects.sent(stream.request_id, owner, len(stream.delivered))
-        self._asked_at, self._epoch = around.now, stream.epoch
+        self._asked_at, self._forgiven, self._epoch = around.now, 0.0, stream.epoch
         adopt = w.Adopt(
             stream=stream,
             attempt=self.attempt,
@@ -266,11 +268,16 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         """Why the answer is not waited for any more; empty while it is."""
         around = self._around
         owner = around.owners.at_llumlet(self._address)
-        heard_at = self._asked_at if owner is None else max(self._asked_at, owner.last_heard)
         if owner is not None and owner.health is Health.HUNG and owner.last_heard > self._asked_at:
             return "its loop hangs"
-        silent = around.now - heard_at
+        silent = around.now - self._asked_at - self._forgiven
+        if owner is not None:
+            silent = min(silent, owner.silence(around.now))
         return f"nothing heard of it for {silent:.1f} s" if silent > CALL_SECONDS else ""
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """For so long nothing could be heard of the engine that was asked."""
+        self._forgiven = min(now - self._asked_at, self._forgiven + seconds)
 
     def _is_silent(self, event: TimerFired) -> bool:
         return event.name == WATCH and bool(self._why_silent())

@@ -103,6 +103,9 @@ class Suspects:
         self._waiting: dict[str, _Case] = {}
         self._trying: dict[str, _Case] = {}
         self._come: list[str] = []
+        self._cleared: dict[str, Owner] = {}
+        """Of requests that somebody else's trial has cleared, the engine that died of it: that one ends, and who still
+        looks for an engine is judged again."""
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -139,7 +142,9 @@ class Suspects:
         tried = is_there and not steps.tried_another(request_id)
         if case is not None and case.pending and owner in case.deaths:
             return case.judgement
-        if not steps.had(request_id) or (not tried and self._is_explained(request_id, owner, steps)):
+        if not tried and self._is_explained(request_id, owner, steps):
+            self._cleared[request_id] = owner
+        if not steps.had(request_id) or (not tried and self._cleared.get(request_id) is owner):
             if is_there:
                 self.step_back(request_id)
             return Judgement.SUSPECT if case is not None and case.pending else Judgement.INNOCENT
@@ -229,3 +234,5 @@ class Suspects:
             del self._cases[request_id]
             self._waiting.pop(request_id, None)
             self.step_back(request_id)
+        for request_id in [request_id for request_id in self._cleared if request_id not in streams]:
+            del self._cleared[request_id]

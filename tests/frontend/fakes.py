@@ -118,11 +118,18 @@ class FakeEngine:
         return self._aborts.decode(await self._receive(EngineCoreRequestType.ABORT))
 
     async def silent(self) -> bool:
-        """Nothing has arrived."""
-        return not await self._input.poll(50)
+        """Nothing of requests has arrived."""
+        while await self._input.poll(50):
+            kind, *_ = await self._input.recv_multipart()
+            if kind != EngineCoreRequestType.UTILITY.value:
+                return False
+        return True
 
     async def _receive(self, expected: EngineCoreRequestType) -> list[bytes]:
-        kind, *frames = await asyncio.wait_for(self._input.recv_multipart(), SECONDS)
+        """The next message. Questions, such as for moves, are asked at any time, and not answered."""
+        kind = EngineCoreRequestType.UTILITY.value
+        while kind == EngineCoreRequestType.UTILITY.value:
+            kind, *frames = await asyncio.wait_for(self._input.recv_multipart(), SECONDS)
         assert kind == expected.value
         return frames
 

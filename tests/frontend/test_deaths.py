@@ -19,6 +19,7 @@ from llumlet.protocol.suspects import STUCK_SECONDS, steps_of
 from llumlet.server import serve
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
+from vllm_llumnix.frontend import deaths
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.step_record import StepRecord
 
@@ -60,7 +61,10 @@ def test_a_grammar_that_takes_long_is_why_nobody_is_silent(owner: Owner, record:
 
 
 @pytest.mark.asyncio
-async def test_a_process_that_is_ending_breaks_connections_off_before_its_port_is_closed() -> None:
+async def test_a_process_that_is_ending_breaks_connections_off_before_its_port_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deaths, "GONE_SECONDS", 30.0)
     connections = 0
 
     async def break_off(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

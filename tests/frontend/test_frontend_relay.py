@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import msgspec
@@ -149,11 +148,9 @@ async def test_held_back_tokens_hold_up_nobody_else(client: Any, engine: FakeEng
 async def test_ten_thousand_tokens(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
     await client.add_request_async(request("r"))
     tokens = [index % VOCAB_SIZE for index in range(10_000)]
-    began = time.monotonic()
     for index, token in enumerate(tokens):
         await peer.tokens(relayed("r", index, token))
     assert await tokens_of(client, len(tokens)) == tokens
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.asyncio

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
 from llumlet.errors import LlumletError
-from llumlet.protocol import owners, replay, streams, wire
+from llumlet.protocol import origin, owners, replay, streams, wire
 from llumlet.protocol.ids import Epoch
 from llumlet.server import serve
 from llumlet.types import AdoptRequest, Reason
@@ -33,7 +34,7 @@ from tests.frontend.fakes import (
 )
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix.frontend import calls
-from vllm_llumnix.frontend.origin import LOOK_SECONDS
+from vllm_llumnix.frontend.watching import LOOK_SECONDS
 from vllm_llumnix.request_wire import RequestState, decode_state
 
 pytestmark = pytest.mark.asyncio
@@ -44,8 +45,9 @@ RAISED = Epoch(1, 0)
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers here speak only when a test has them speak; on a slow machine that may be too late for an engine that is
-    to be sent requests."""
+    to be sent requests, or for one at whose address nobody listens."""
     monkeypatch.setattr(owners, "SUSPECT_SECONDS", 30.0)
+    monkeypatch.setattr(origin, "PROBE_SECONDS", 30.0)
 
 
 @pytest_asyncio.fixture
@@ -63,6 +65,7 @@ async def rescue(new_peer: NewPeer, rescuer: FakeAgent) -> FakePeer:
     """The relay's end of `rescuer`."""
     peer = new_peer("rescuer", llumlet=rescuer.address)  # type: ignore[attr-defined]
     await peer.hello()
+    await peer.heartbeat()  # has been answered: the origin knows it
     return peer
 
 
@@ -151,9 +154,15 @@ def num_replays() -> float:
 
 
 async def test_a_destination_that_is_never_heard_of(
-    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The source says whom it handed the request to; nobody listens there."""
+    monkeypatch.setattr(origin, "PROBE_SECONDS", 0.5)
     await start(client, engine, 10, 11)
     before = num_replays()
     await home.send(wire.HandedOver("r", FIRST_HOP, "gone", "1", "127.0.0.1:3"))
@@ -439,11 +448,12 @@ async def test_who_is_at_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compiling a grammar, say: it takes longer than an engine may be silent."""
-    monkeypatch.setattr(replay, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(replay, "CALL_SECONDS", 30.0)
     await start(client, engine, 10)
     rescuer.delays["adopt"] = 1.5
     client.origin.bury_home()
     epoch, _ = await adoption(rescuer)
+    client.origin.core.replays["r"]._asked_at -= 40.0
     while "adopt" not in rescuer.completed:
         assert await rescue.heartbeat("r", epoch=epoch) == []
         await asyncio.sleep(0.1)
@@ -451,6 +461,26 @@ async def test_who_is_at_it_is_waited_for(
     assert len(rescuer.asked("adopt")) == 1
     await rescue.tokens(relayed("r", 1, 20, epoch=epoch, base=1))
     assert await tokens_of(client, 1) == [20]
+
+
+async def test_a_client_that_stands_still_takes_nobody_for_dead(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process was stopped, or starved: it has heard nobody."""
+    monkeypatch.setattr(owners, "LOST_SECONDS", 1.0)
+    await start(client, engine, 10)
+    time.sleep(2.5)  # noqa: ASYNC251
+    for _ in range(4):
+        await asyncio.sleep(LOOK_SECONDS)
+        await home.heartbeat()
+    assert rescuer.asked("adopt") == []
+    await asyncio.sleep(1.0 + 2 * LOOK_SECONDS)
+    await adoption(rescuer)
 
 
 async def test_the_engines_own_farewell_ends_no_stream(

@@ -14,7 +14,7 @@ import pytest_asyncio
 from vllm.v1.engine import FinishReason
 
 from llumlet.errors import LlumletError
-from llumlet.protocol import owners, replay
+from llumlet.protocol import origin, owners, replay
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.suspects import TRIAL_TOKENS
 from llumlet.protocol.wire import Health
@@ -25,7 +25,7 @@ from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, rel
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
 from vllm_llumnix.frontend import asgi, endings
-from vllm_llumnix.frontend.origin import LOOK_SECONDS
+from vllm_llumnix.frontend.watching import LOOK_SECONDS
 from vllm_llumnix.request_wire import decode_state
 from vllm_llumnix.step_record import StepRecord
 
@@ -39,6 +39,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers here speak only when a test has them speak, on a machine that may stand still for seconds."""
     monkeypatch.setattr(owners, "SUSPECT_SECONDS", 30.0)
     monkeypatch.setattr(owners, "LOST_SECONDS", 30.0)
+    monkeypatch.setattr(origin, "PROBE_SECONDS", 30.0)
     monkeypatch.setattr(replay, "CALL_SECONDS", 30.0)
 
 
@@ -72,6 +73,7 @@ async def rescuer(new_peer: NewPeer) -> AsyncIterator[Rescuer]:
     agent = FakeAgent("rescuer")
     rescuer = Rescuer(agent, await serve(agent), new_peer)
     await rescuer.peer.hello()
+    await rescuer.peer.heartbeat()  # has been answered: the origin knows it
     yield rescuer
     await rescuer.dies()
 
@@ -136,7 +138,7 @@ async def test_the_second_death_ends_it(
     await rescuer.peer.tokens(*(relayed(name, 1, 20, epoch=RAISED, base=1) for name in ("a", "other")))
     await tokens_of(client, 2)
     await rescuer.dies()
-    client.origin.core.owners.named("rescuer").last_heard -= 3.0
+    client.origin.core.owners.named("rescuer").last_heard -= 40.0
     last = (await next_outputs(client)).outputs[0]
     assert (last.request_id, last.finish_reason) == ("a", FinishReason.ERROR)
     assert "2 engines died or hung, one after the other (home, rescuer)" in said["a"]
@@ -169,11 +171,9 @@ async def test_before_the_engine_can_answer(
     rescuer: Rescuer,
     record: StepRecord,
     said: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
     """It hangs in its first step, or ends of an error there."""
-    monkeypatch.setattr(replay, "CALL_SECONDS", 1.0 if how == "hangs" else 60.0)
     await start(client, engine, "a")
     await home.heartbeat()
     rescuer.agent.delays["adopt"] = 60.0
@@ -221,7 +221,7 @@ async def test_engines_that_nobody_has_killed(
 
 @pytest.mark.parametrize(
     ("health", "age_s", "tried"),
-    [(Health.HUNG, 0.0, True), (Health.OK, 2.0, True), (Health.OK, 0.0, False)],
+    [(Health.HUNG, 0.0, True), (Health.OK, 2.0, True), (Health.OK, -30.0, False)],
     ids=["its loop hangs", "it is silent, and stands still in a step", "it is silent, and gets on"],
 )
 async def test_an_owner_that_lives(

@@ -223,9 +223,9 @@ def test_a_transfer_takes_as_long_as_its_slowest_step(ends: Ends, steps: Callabl
         return took / max(spent.values()), took / spent.total()
 
     steps(linger)
-    of_longest, of_sum = min(attempt() for _ in range(3))
-    assert of_longest < 1.5, "three more steps of one chunk each make 1.2"
-    assert of_sum < 0.4
+    attempts = [attempt() for _ in range(3)]
+    # Three more steps of one chunk each make 1.2.
+    assert any(of_longest < 1.5 and of_sum < 0.4 for of_longest, of_sum in attempts), attempts
     ends.require_moved()
 
 
@@ -265,7 +265,6 @@ def test_a_scatter_that_fails(ends: Ends, number: int) -> None:
 
 def test_nothing_is_written_after_a_pull_was_stopped(ends: Ends) -> None:
     going = threading.Event()
-    going.set()
 
     def slowly(step: str) -> None:
         assert going.wait(PATIENCE_S)
@@ -275,7 +274,6 @@ def test_nothing_is_written_after_a_pull_was_stopped(ends: Ends) -> None:
     pull = ends.pull()
     while not ends.destination.under_way:
         next(pull)
-    going.clear()
     threading.Timer(0.1, going.set).start()
     pull.close()  # type: ignore[attr-defined]
     assert going.is_set(), "it has not waited for what was under way"

@@ -23,7 +23,7 @@ from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.local import LocalTransport
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 ALL = list(range(32))
 SLOW = Limit(bytes_per_s=1e6)

@@ -55,8 +55,8 @@ Outcome = tuple[MovePhase, Reason, str]
 
 
 class FakeAgent:
-    """`failures` and `delays` are by method name; `outcomes` by request id (default: MOVED), as is `tokens_alone`: why
-    the request leaves its KV cache behind.
+    """`failures`, `delays` and `gates`, which calls wait for, are by method name; `outcomes` by request id (default:
+    MOVED), as is `tokens_alone`: why the request leaves its KV cache behind.
 
     A move waits in COPYING until `go` is set, which it is at first. `calls` is what was asked.
     """
@@ -67,6 +67,7 @@ class FakeAgent:
         self.requests = list(requests or [])
         self.failures: dict[str, BaseException] = {}
         self.delays: dict[str, float] = {}
+        self.gates: dict[str, asyncio.Event] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.tokens_alone: dict[str, str] = {}
         self.kv_unsupported = ""
@@ -281,9 +282,12 @@ class FakeAgent:
 
     async def _enter(self, method: str, request: Any) -> None:
         self.calls.append((method, request))
+        failure = self.failures.get(method)  # as of now: whoever waits for the call may change it
         await asyncio.sleep(self.delays.get(method, 0))
-        if method in self.failures:
-            raise self.failures[method]
+        if method in self.gates:
+            await self.gates[method].wait()
+        if failure is not None:
+            raise failure
         if method != "migrate":
             self.completed.append(method)
 

@@ -58,7 +58,7 @@ async def test_moves_go_on_when_the_deadline_of_the_stream_passes(client: Llumle
     phases = []
 
     async def watch() -> None:
-        async for event in client.migrate(messages.migrate(), deadline_s=0.6):
+        async for event in client.migrate(messages.migrate(), deadline_s=3.0):
             phases.append(event.progress.phase)
 
     with pytest.raises(LlumletUnreachable) as caught:
@@ -70,10 +70,12 @@ async def test_moves_go_on_when_the_deadline_of_the_stream_passes(client: Llumle
 
 
 async def test_a_commit_is_not_cut_by_the_sources_deadline(client: LlumletClient, agent: FakeAgent) -> None:
-    agent.delays["commit"] = 1.0
+    agent.gates["commit"] = gate = asyncio.Event()
     with pytest.raises(LlumletUnreachable):
-        await client.commit(messages.commit(), deadline_s=0.5)
+        await client.commit(messages.commit(), deadline_s=2.0)
+    assert agent.asked("commit")
     assert agent.completed == []
+    gate.set()
     await until(lambda: agent.completed == ["commit"])
 
 
@@ -81,15 +83,18 @@ async def test_a_failure_that_nobody_waits_for_is_logged(
     client: LlumletClient, agent: FakeAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    agent.delays = {"commit": 0.8, "reserve": 0.8}
+    gate = asyncio.Event()
+    agent.gates = {"commit": gate, "reserve": gate}
     agent.failures = {
         "commit": ZeroDivisionError("oops"),
         "reserve": LlumletError(Reason.DESTINATION_FULL, "no"),
     }
     with pytest.raises(LlumletUnreachable):
-        await client.commit(messages.commit(), deadline_s=0.4)
+        await client.commit(messages.commit(), deadline_s=2.0)
     with pytest.raises(LlumletUnreachable):
-        await client.reserve(messages.reserve(), deadline_s=0.4)
+        await client.reserve(messages.reserve(), deadline_s=2.0)
+    await until(lambda: caplog.text.count("the caller of llumlet") == 2)
+    gate.set()
     await until(lambda: "llumlet Commit, whose caller had left, failed" in caplog.text)
     await until(lambda: "was refused: destination_full" in caplog.text)
 

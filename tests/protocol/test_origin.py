@@ -12,6 +12,7 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
+from llumlet.protocol.owners import LOST_SECONDS
 from llumlet.protocol.placement import IN_FLIGHT
 from llumlet.protocol.replay import (
     CALL_SECONDS,
@@ -187,6 +188,29 @@ def test_who_is_silent_is_called_off_and_who_is_at_it_is_waited_for() -> None:
     assert bench.answer(asked, words.Adopted("B", "1")) == [], "its answer comes too late"
     dismissed = bench.answer(asked, words.GoneKnown(gone=False))
     assert Send(b"B1", wire.Dismissal([("r", RAISED)])) in dismissed
+
+
+def test_time_in_which_the_origin_stood_still_is_nobodys_silence() -> None:
+    """Neither of an owner, nor of who was asked to adopt; what was silent before stays so."""
+    bench = Bench("B", "C")
+    bench.open("r")
+    bench.now = 0.5
+    bench.beat("B")
+    bench.now += 100.0
+    bench.origin.forgive(99.0, bench.now)
+    bench.origin.look(bench.now)
+    assert {effect.owner.instance for effect in bench.origin.ready() if isinstance(effect, Probe)} == {*"ABC"}
+    assert {*bench.origin.targets(None)} == {*"ABC"}
+    (asked,) = adopts(bench.home_dies())
+    bench.now += 100.0
+    bench.origin.forgive(99.0, bench.now)
+    bench.origin.tick(bench.now)
+    assert bench.origin.ready() == [], "it is long due, and is waited for"
+    assert words.CallOff("r", asked.attempt) in bench.later(CALL_SECONDS)
+    bench.beat("B", "C")
+    bench.now += LOST_SECONDS
+    bench.origin.look(bench.now)
+    assert bench.origin.targets(None) == [], "what was forgiven is over once it has spoken"
 
 
 def test_an_engine_that_gives_the_request_up_before_it_has_answered() -> None:

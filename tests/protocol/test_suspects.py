@@ -201,6 +201,31 @@ def test_requests_that_end_make_way(bench: Bench) -> None:
     assert not bench.suspects.any_tried
 
 
+def test_who_was_cleared_stays_so_when_the_culprit_has_ended(bench: Bench) -> None:
+    """It finds no engine for a while, and is asked about again each time. By then nothing is known of the culprit."""
+    home, other = engine("home"), engine("other")
+    bench.suspects.came_after("r", 1, home)
+    assert bench.judge("beside", home, steps("r", "beside"), 5) is INNOCENT
+    assert bench.judge("r", home, steps("r", "beside"), 0) is GUILTY
+    bench.suspects.keep({"beside"})
+    assert bench.judge("beside", home, steps("r", "beside"), 5) is INNOCENT
+    assert bench.judge("beside", other, steps("r", "beside"), 5) is SUSPECT, "another death"
+    bench.suspects.keep(set())
+    assert not bench.suspects._cleared
+
+
+def test_who_was_cleared_is_not_when_that_engine_dies_of_its_own_trial(bench: Bench) -> None:
+    """It only hung, and has woken up."""
+    there = engine("there")
+    bench.suspects.came_after("r", 1, there)
+    assert bench.judge("beside", there, steps("r", "beside"), 5) is INNOCENT
+    bench.suspects.keep({"beside"})
+    assert bench.judge("beside", engine("another"), steps("beside"), 5) is SUSPECT
+    assert bench.tried("beside") == {"beside"}
+    bench.send("beside", there)
+    assert bench.judge("beside", there, steps("beside"), 5) is GUILTY
+
+
 def test_a_call_that_came_to_nothing_leaves_the_turn(bench: Bench) -> None:
     bench.judge("r", engine("dead"), steps("r"), 0)
     bench.tried("r")

@@ -45,7 +45,7 @@ from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.engine import agent as agent_module
 from vllm_llumnix.engine import claims, migrations, progress
 from vllm_llumnix.engine import relay as engine_relay
-from vllm_llumnix.frontend import origin as origin_shell
+from vllm_llumnix.frontend import watching
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ HURRIED: dict[tuple[Any, str], float] = {
     (origin, "PROBE_SECONDS"): 0.2,
     (owners, "SUSPECT_SECONDS"): 0.3,
     (owners, "LOST_SECONDS"): 0.7,
-    (origin_shell, "LOOK_SECONDS"): 0.05,
+    (watching, "LOOK_SECONDS"): 0.05,
     (replay, "CALL_SECONDS"): 1.0,
     (replay, "RETRY_SECONDS"): 0.05,
 }

@@ -129,9 +129,10 @@ async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir:
 
 
 @pytest.mark.parametrize("look", ["pin", "freeze"])
+@retold
 async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
     look: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> list[str]:
     """Its client leaves between the order to pin or freeze it and the loop's turn: nothing stays, whichever of the two
     things that the loop has to say is heard first."""
     stock, observe = getattr(LeavingRequest, look), EngineLoop._observe
@@ -147,13 +148,15 @@ async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
             time.sleep(LATE_SECONDS)
         observe(loop, leaving)
 
-    monkeypatch.setattr(LeavingRequest, look, leaving_first)
-    monkeypatch.setattr(EngineLoop, "_observe", observing_late)
-    async with cluster_of(model_dir) as cluster:
-        stream = await company(cluster)
-        stream.left = True
-        assert await moves(cluster, stream) == "gone"
-        await cluster.leave(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(LeavingRequest, look, leaving_first)
+        patch.setattr(EngineLoop, "_observe", observing_late)
+        async with cluster_of(model_dir) as cluster:
+            stream = await company(cluster)
+            stream.left = True
+            assert await moves(cluster, stream) == "gone"
+            await cluster.leave(stream)
+            return []
 
 
 @retold

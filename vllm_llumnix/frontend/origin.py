@@ -41,6 +41,7 @@ from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
 from vllm_llumnix.frontend.sessions import send_part
 from vllm_llumnix.frontend.vllm_types import BalancingClient, Client, VllmConfig
+from vllm_llumnix.frontend.watching import Standstills, watch
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 from vllm_llumnix.relay_keys import OriginKeys
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
 logger = logging.getLogger("vllm.llumnix")
-
-LOOK_SECONDS = 0.25
 
 
 class ClientStream(Stream):
@@ -112,6 +111,7 @@ class OriginShell:
         self._num_pauses = 0
         self._has_drained = False
         self._timer: asyncio.TimerHandle | None = None
+        self._standstills = Standstills()
 
     # Its life
 
@@ -120,7 +120,7 @@ class OriginShell:
         if self.relay is None:
             relay = RelaySocket(self.client.ctx, self.settings.host, _receiver(self), self.complaints, self._keys)
             relay.start()
-            self.watch = asyncio.get_running_loop().create_task(_watch(weakref.ref(self)), name="llumnix-watch")
+            self.watch = asyncio.get_running_loop().create_task(watch(weakref.ref(self)), name="llumnix-watch")
             weakref.finalize(self, _end, relay, self.watch, self._metrics, self.peers)
             self.relay = relay
             logger.info("llumlet: relay for requests that move listens on %s", relay.address)
@@ -335,14 +335,23 @@ class OriginShell:
             self._timer.cancel()
             self._timer = None
         if (due := self.core.due) is not None:
-            left = max(0.0, due - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(left, self._tick)
+            due = max(due, time.monotonic())
+            left = due - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(left, self._tick, due)
 
-    def _tick(self) -> None:
+    def _tick(self, due: float) -> None:
+        self.is_late(due)
         self.core.tick(time.monotonic())
         self.carry_out()
 
     # Watching
+
+    def is_late(self, due: float) -> bool:
+        """Whether this process comes to what was `due` only now that it has stood still, which is nobody's silence."""
+        seconds = self._standstills.since(due)
+        if seconds:
+            self.core.forgive(seconds, time.monotonic())
+        return seconds > 0
 
     def look(self) -> None:
         """Several times a second."""
@@ -426,21 +435,6 @@ def _receiver(shell: OriginShell) -> Receive:
             shell.hear(identity, message)
 
     return receive
-
-
-async def _watch(reference: weakref.ref[OriginShell]) -> None:
-    """Look after the client's streams for as long as there is a client."""
-    while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        shell = reference()
-        if shell is None:
-            return
-        try:
-            shell.look()
-        except Exception:
-            # Outermost: the next look may find what this one stumbled over gone.
-            logger.exception("llumlet: looking after the streams failed")
-        del shell
 
 
 def _end(relay: RelaySocket, watch: asyncio.Task[None], metrics: MoveMetrics, peers: Peers) -> None:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking after an origin's streams several times a second, as far as this process itself gets on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from typing import Protocol
+
+logger = logging.getLogger("vllm.llumnix")
+
+LOOK_SECONDS = 0.25
+
+
+class Watched(Protocol):
+    def look(self) -> None: ...
+
+    def is_late(self, due: float) -> bool: ...
+
+
+class Standstills:
+    """Times in which this process stood still, stopped by somebody or starved. What others have said meanwhile lies in
+    its sockets, and a timer that was due is not later than that: who did not wait for it took them for dead."""
+
+    def __init__(self) -> None:
+        self._counted = 0.0
+
+    def since(self, due: float) -> float:
+        """Seconds for which it stood still, if it only now comes to what was `due`; each is counted once. All times are
+        of the monotonic clock."""
+        now = time.monotonic()
+        late = now - max(due, self._counted)
+        if late <= LOOK_SECONDS:
+            return 0.0
+        self._counted = now
+        return late
+
+
+async def watch(reference: weakref.ref[Watched]) -> None:
+    """Look after the streams for as long as there are any to look after; a time later if this process has stood still,
+    for what came meanwhile is to be heard first."""
+    waits = False
+    while True:
+        due = time.monotonic() + LOOK_SECONDS
+        await asyncio.sleep(LOOK_SECONDS)
+        watched = reference()
+        if watched is None:
+            return
+        try:
+            # Not twice in a row: one that is late each time would never look.
+            waits = watched.is_late(due) and not waits
+            if not waits:
+                watched.look()
+        except Exception:
+            # Outermost: the next look may find what this one stumbled over gone.
+            logger.exception("llumlet: looking after the streams failed")
+        del watched

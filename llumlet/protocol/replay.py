@@ -45,7 +45,8 @@ ATTEMPT_SECONDS = 25.0
 """Time for the answer of an engine that is heard of: building the request, its grammar included, and a turn of its
 loop."""
 IDENTIFY_SECONDS = 1.0
-COMPARE_SECONDS = 0.1
+COMPARE_SECONDS = 0.5
+"""For the slowest answer; who has a connection to all of them knows after a few milliseconds."""
 MOST_COMPARED = 4
 WATCH_SECONDS = 0.25
 REPLAY_SECONDS = 60.0

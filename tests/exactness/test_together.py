@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="function"),
 ]
 
-MOST_TRIES = 25
+MOST_TRIES = 60
 
 
 async def start(client: Client, length: int, **parameters: Any) -> Stream:
@@ -90,7 +90,7 @@ async def test_end_on_the_hand_over(fleet_of: dict[str, Server], ending: str) ->
             assert expected.stop_reason == word
             assert expected.text.endswith(word) is (ending == "stop string, included")
         num_tokens = len(expected.token_ids)
-        ahead = 6
+        ahead = 10
         for _ in range(MOST_TRIES):
             stream = await start(client, length, **parameters)
             engine_id = (await held_by(a, stream, 1)).request_id

@@ -43,7 +43,7 @@ def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         max_num_seqs=2,
         num_kv_blocks=100,
         max_model_len=3000,
-        flags=(*flags, "64"),
+        flags=(*flags, "32"),
     )
     roomy = ServerSpec(
         model_dir, name="roomy", instance_id="roomy", max_model_len=3000, flags=(*flags, "3000", "--max-num-seqs", "8")

@@ -100,7 +100,7 @@ def two(log_dir: Path, model: Path, connector: dict[str, Any], **fields: Any) ->
                 block_size=SIZE,
                 num_kv_blocks=80,
                 max_model_len=1024,
-                flags=(*flags, "--enable-prompt-tokens-details"),
+                flags=(*flags, "--enable-prompt-tokens-details", "--dtype", "float32"),
                 env={"VLLM_SERVER_DEV_MODE": "1", **offload_on_cpu.ENVIRONMENT, **side_channel},
                 **fields,
             )

@@ -197,8 +197,8 @@ async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
         os.kill(leaver.pid, signal.SIGTERM)
         with contextlib.suppress(StreamFailed):
             await stream.result(timeout_s=20.0)
+        assert time.monotonic() - began < 4.0, "it has waited for its engine to end"
         assert await exit_code(leaver) == 0
-        assert time.monotonic() - began < 10.0
     assert stream.finish_reason != "length"
     await assert_conserved(before)
 

@@ -53,7 +53,7 @@ class Pair:
         port = free_port()
         self._fleet = fleet
         self._spec = self._of(
-            "small", ROOM, "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--no-enable-prefix-caching",
+            "small", ROOM, "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--no-enable-prefix-caching",
             "--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "60",
         )  # fmt: skip
         roomy = self._of("roomy", None, "--llumlet-port", str(port))

@@ -97,7 +97,7 @@ async def test_a_header_has_a_waiting_request_overtake_others(cluster: Cluster) 
     await until_serves(cluster)
     async with cluster.client(ONLINE) as usual, cluster.client(ONLINE, **{"X-Priority": "-2"}) as urgent:
         # One slot after the other comes free: who gets them in one step has its first token in no order.
-        running = [await begin(usual, 300 + 150 * number) for number in range(SLOTS)]
+        running = [await begin(usual, 200 + 100 * number) for number in range(SLOTS)]
         for stream in running:
             await stream.wait_for(5)
         # An answer begins with its first token: nobody waits for one before all have been sent.

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from llumsched.latency.profile import read_llumnix, read_profile
+from llumsched.latency.profile import Profile, read_llumnix, read_profile
 from tests.integration.conftest import Engines
 from tests.integration.test_command_line import llumnix
 
 SHORT = ("--most-prompt-tokens", "512", "--most-requests", "4")
+
+
+def step_s(profile: Profile) -> float:
+    """Seconds of a step of two requests of a hundred tokens each."""
+    one = profile.coefficients
+    return one.a + 2 * one.d + 200 * one.e
 
 
 @pytest.mark.asyncio
@@ -32,8 +38,8 @@ async def test_an_engine_is_measured(engines: Engines, tmp_path: Path) -> None:
     code, text = await llumnix("profile", "--endpoint", engines.a.base_url, "--output", str(ours), *SHORT)
     assert code == 0, text
     seen = read_profile(str(ours))
-    # What a client sees of a step is more than the step.
-    assert found.coefficients.a * 0.5 < seen.coefficients.a < found.coefficients.a * 5 + 0.02
+    # What a client sees of a step is more than the step; and how fast this machine is may change between the two.
+    assert step_s(found) / 5 < step_s(seen) < 5 * step_s(found) + 0.02
 
     code, text = await llumnix("profile", "--endpoint", engines.a.base_url, "--model", "another", "--output", str(ours))
     assert code == 5, text

@@ -21,7 +21,7 @@ from tests.exactness.test_matrix import held_by
 from tests.integration.conftest import Engines
 from tests.integration.test_command_line import llumnix
 from tests.support.client import Client
-from tests.support.conservation import wait_idle
+from tests.support.conservation import reserved_at, wait_idle
 from tests.support.failures import failure
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.model import PRESETS, build
@@ -34,7 +34,7 @@ PROMPT = list(range(100, 180))
 CONNECTOR = "a KV connector of which moves know nothing (--kv-transfer-config)"
 LONG = [100 + index * 7 % 900 for index in range(900)]
 GREEDY: dict[str, Any] = {"ignore_eos": True}
-UNHURT_S = 2.0
+UNHURT_S = 4.0
 """Longest pause of a stream that was never frozen: less than any deadline of the protocol."""
 
 
@@ -215,7 +215,7 @@ async def test_client_leaves(engines: Engines, conserved: object, odd: Odd, mome
                 tokens = len(stream.token_ids)
                 await stream.wait_for(tokens + 5)
             else:
-                await asyncio.sleep(0.2)
+                await reserved_at(odd.slow)
             await stream.disconnect()
             if moment == "during":
                 move = await moving

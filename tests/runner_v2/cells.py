@@ -16,8 +16,8 @@ from tests.exactness.test_matrix import Pace
 
 ROUTES = ("aba", "ab", "abca")
 """`c` is the small engine."""
-PACE = Pace(length=56, first=10, between=10)
-SHORT = Pace(length=40, first=8, between=5)
+PACE = Pace(length=80, first=10, between=10)
+SHORT = Pace(length=56, first=8, between=5)
 """For top-k and top-p, which are slower still."""
 OTHERS = {axis: values for axis, values in AXES.items() if axis != "sampling"} | {"route": list(ROUTES)}
 NUM_MORE = 200

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,7 +20,7 @@ from tests.exactness.test_matrix import held_by
 from tests.integration.test_any_state import in_phase
 from tests.runner_v2.conftest import Cast
 from tests.support.client import Client, Stream
-from tests.support.conservation import assert_conserved, holdings, wait_idle
+from tests.support.conservation import assert_conserved, reserved_at, wait_idle
 from tests.support.harness import Server
 from tests.support.moves import migrate, move_stream
 
@@ -130,13 +129,6 @@ def copying_slowly(cast: Cast) -> Any:
         yield
     finally:
         cast.slow.unlink()
-
-
-async def reserved_at(server: Server, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while (await holdings(server)).reserved_blocks == 0:
-        assert time.monotonic() < deadline, f"{server.name} reserves nothing"
-        await asyncio.sleep(0.02)
 
 
 @pytest.mark.usefixtures("conserved")

@@ -78,3 +78,11 @@ async def assert_conserved(before: dict[Server, Holdings], timeout_s: float = 15
         while (held := await wait_idle(server, timeout_s)) != held_before:
             assert time.monotonic() < deadline, f"{server.name} has changed:\nbefore {held_before}\nafter  {held}"
             await asyncio.sleep(0.05)
+
+
+async def reserved_at(server: Server, timeout_s: float = 20.0) -> None:
+    """Blocks for a request on its way there."""
+    deadline = time.monotonic() + timeout_s
+    while (await holdings(server)).reserved_blocks == 0:
+        assert time.monotonic() < deadline, f"{server.name} reserves nothing"
+        await asyncio.sleep(0.02)

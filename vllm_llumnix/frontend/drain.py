@@ -17,6 +17,7 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -128,7 +129,7 @@ async def drain(holder: Drained, seconds: float) -> None:
             logger.info("llumlet: the engine is empty and ends; %s", _words(holder, standing))
             await _report(holder, seconds, 0)
             await asyncio.sleep(LINGER_SECONDS)
-            await holder.end_engine()
+            await _unless(stop, holder.end_engine())
             has_ended = True
         empty_before, over_before = empty, over
         with contextlib.suppress(TimeoutError):
@@ -149,6 +150,15 @@ async def drain(holder: Drained, seconds: float) -> None:
         await _report(holder, seconds, num_cut)
     holder.cut_streams()
     await asyncio.sleep(LINGER_SECONDS)
+
+
+async def _unless(stop: asyncio.Event, action: Coroutine[Any, Any, None]) -> None:
+    """Returns when it has ended, or as soon as `stop` is set: then it goes on alone. vLLM's engine takes seconds."""
+    acting, stopping = asyncio.create_task(action), asyncio.create_task(stop.wait())
+    await asyncio.wait((acting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if acting.done():
+        await acting
 
 
 async def _report(holder: Drained, seconds: float, num_cut: int | None = None) -> Standing:

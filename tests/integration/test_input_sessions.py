@@ -49,6 +49,12 @@ async def move(source: Server, destination: Server, session: Session, *, force: 
     return moved
 
 
+async def copying_to(destination: Server) -> None:
+    """A copy is under way. Who is said something before it has begun stays at once."""
+    await reserved_at(destination)
+    await asyncio.sleep(0.3)
+
+
 async def in_one_go(talkers: Engines, name: str) -> list[list[tuple[int, float]]]:
     """What is answered without a move."""
     return (await conversation(talkers.a, talkers.b, name, moves=0)).answers
@@ -98,7 +104,7 @@ async def test_parts_that_come_during_a_move(talkers: Engines) -> None:
         await session.say(PARTS[0], TOKENS[0])
         await session.answered(1)
         moving = asyncio.create_task(move(talkers.a, talkers.b, session))
-        await reserved_at(talkers.b)
+        await copying_to(talkers.b)
         for part, tokens in zip(PARTS[1:3], TOKENS[1:3], strict=True):
             await session.say(part, tokens)
         assert (await moving).moved
@@ -117,7 +123,7 @@ async def test_a_part_goes_before_a_move_that_is_not_forced(talkers: Engines) ->
         await session.say(PARTS[0], TOKENS[0])
         await session.answered(1)
         moving = asyncio.create_task(move(talkers.a, talkers.b, session, force=False))
-        await reserved_at(talkers.b)
+        await copying_to(talkers.b)
         for part, tokens in zip(PARTS[1:], TOKENS[1:], strict=True):
             await session.say(part, tokens)
         await session.answered(2)

@@ -45,7 +45,10 @@ class OtherModel:
     def enlarged(self) -> OtherModel:
         """For measurements: as wide and as deep as `tests.support.model`'s "bench"."""
         wider = {name: 4 * value if name in _AS_WIDE else value for name, value in self.fields.items()}
-        return dataclasses.replace(self, fields=wider, hidden_size=512, repeats=4)
+        # Some families have no size of a head but this one.
+        of_all = self.head_dim * _NUM_HEADS == self.hidden_size
+        head_dim = 512 // _NUM_HEADS if of_all else self.head_dim
+        return dataclasses.replace(self, fields=wider, hidden_size=512, head_dim=head_dim, repeats=4)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -58,6 +61,7 @@ class OtherModel:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_NUM_HEADS = 4
 _AS_WIDE = {"num_heads", "mamba_n_heads", "mamba_d_ssm", "conv_dim", "block_dim", "block_ff_dim"}
 """Fields that go with the hidden size."""
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -190,6 +194,8 @@ OTHER = {
             "mamba_n_groups": 1,
             "mamba_chunk_size": 64,
         },
+        gain=3.0,
+        head_dim=32,
         needs=_NO_PREFIX_CACHING,
     ),
     # Attention and a state in every layer.
@@ -257,7 +263,7 @@ def config_of(model: OtherModel, bos: int, eos: int) -> Any:
         max_position_embeddings=POSITIONS,
         hidden_size=model.hidden_size,
         num_hidden_layers=4 * model.repeats,
-        num_attention_heads=4,
+        num_attention_heads=_NUM_HEADS,
         num_key_value_heads=2,
         head_dim=model.head_dim,
         tie_word_embeddings=False,

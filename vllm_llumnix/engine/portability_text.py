@@ -136,8 +136,8 @@ hidden size 512; `python -m benchmarks.models`):
 |---|---|---|---|---|---|
 | 1.38 | 1.40 | 1.41 | 1.44 | 1.45 | 1.45 |
 
-What is added is 5 to 15 ms whatever the model; of the tests' own models, with steps of 6 to 12 ms, that is 0.7 to 0.8 of
-a gap (`--size tiny`).
+What is added is 5 to 15 ms whatever the model; of the tests' own models, with steps of 6 to 12 ms, that is 0.7 to 0.8
+of a gap (`--size tiny`).
 """
 
 _DIFFERENT = """

@@ -171,6 +171,7 @@ async def test_absent_until_it_is_loaded(pair: Pair, files: Path) -> None:
     assert outcome(stream) == outcome(expected)
 
 
+@pytest.mark.full
 async def test_batch_with_another_adapter(pair: Pair) -> None:
     """B's batch has its one adapter: a request with another would wait there for who knows how long."""
     async with Client(pair.b.base_url) as client:

@@ -289,7 +289,7 @@ async def test_drain(pair: Pair, expected: Stream) -> None:
     await wait_idle(pair.roomy)
 
 
-@FEW
+@models("qwen3-next")
 async def test_the_owner_is_killed(pair: Pair, expected: Stream) -> None:
     """A guest is replayed by its origin, a request of its own by its API server."""
     victim = pair.small

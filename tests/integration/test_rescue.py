@@ -139,7 +139,11 @@ async def rescued(before: InstanceStatus, server: Server) -> tuple[int, int]:
     "in a model step",
     "the same",
 )
-@pytest.mark.parametrize(("how", "sampling"), [("worker", SEEDED), ("execute", GREEDY)], ids=["worker", "execute"])
+@pytest.mark.parametrize(
+    ("how", "sampling"),
+    [("worker", SEEDED), pytest.param("execute", GREEDY, marks=pytest.mark.full)],
+    ids=["worker", "execute"],
+)
 @pytest.mark.usefixtures("conserved")
 async def test_the_cache_is_brought(pair: Pair, how: str, sampling: dict[str, Any]) -> None:
     expected = await undisturbed(pair.haven, 1, sampling)

@@ -82,6 +82,7 @@ async def test_the_owner_is_killed(cast: Cast) -> None:
     await wait_idle(cast.a)
 
 
+@pytest.mark.full
 async def test_drain(cast: Cast) -> None:
     """SIGTERM: all that it has moves to its peer, live, and it ends when its last stream has."""
     leaver = cast.b

@@ -350,7 +350,7 @@ async def test_instances_that_fail_at_once_take_no_requests_down_with_them(statu
     async with fleet(100) as it:
         for number in bad:
             it.mocks[number].status = status
-        await it.load(10_000, 50, BODY)
+        await it.load(6000, 50, BODY)
         assert len(it.failed) <= 50, it.statuses
         assert max(it.failed, default=0) <= 1000
         assert all(map(it.is_avoided, bad))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from llumsched.up import reaper
-from tests.support import harness, speed, warm
+from tests.support import harness, moves, speed, warm
 from tests.support.beside import Beside, beside
 from tests.support.harness import command_line
 from tests.support.model import PRESETS, build
@@ -38,8 +38,18 @@ SHARED = ("engines", "cast", "fleet_of", "wheels")
 STARTED = time.monotonic()
 LONG_SECONDS = 300
 """From which on a run says how fast the machine is."""
+PATIENT_MS = 2000.0
+"""Stall budget of moves, where it is not what a test is about. How fast the link is is measured by a pull or two, and
+where many servers share a machine one of them may stand still in one."""
 NUM_SCHEDULES = 20_000
 SIMULATION = (sys.executable, "-m", "tests.simulation", "--schedules", str(NUM_SCHEDULES))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience_with_moves() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "STALL_BUDGET_MS", PATIENT_MS)
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -41,8 +42,10 @@ def _keep(port: int) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         try:
             name.bind(f"\0vllm-llumnix-port-{port}")
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            # Not Linux, which alone has such names: the port is kept within this process.
         _kept[port] = name.detach()
     return True
 

@@ -34,9 +34,8 @@ from tests.support.client import Stream
 from tests.support.harness import LlumletAddress, Server
 from tests.support.stats import median
 
-PATIENT_MS = 2000.0
-"""Stall budget, where it is not what a test or a benchmark is about: how fast the link is is measured by a pull or two,
-and where many servers share a machine one of them may stand still in one."""
+STALL_BUDGET_MS: float | None = None
+"""Of moves for which none is given; None: the engine's own."""
 HANDOVER_GAPS = 3
 """The stall is the longest of this many gaps from the hand-over on: what is held back is also
 counted if it is the second token of the destination, or the third, that comes late.
@@ -103,7 +102,7 @@ async def migrate(
     rule: tuple[str, str, float] | None = None,
     method: str = "live",
     force: bool = False,
-    stall_budget_ms: float = PATIENT_MS,
+    stall_budget_ms: float | None = None,
     deadline_s: float = 120.0,
 ) -> list[Move]:
     """Move requests and wait until every one is settled. With method `auto`, what cannot bring its KV cache along goes
@@ -138,7 +137,7 @@ async def migrate_through(
     rule: tuple[str, str, float] | None = None,
     method: str = "live",
     force: bool = False,
-    stall_budget_ms: float = PATIENT_MS,
+    stall_budget_ms: float | None = None,
     deadline_s: float = 120.0,
 ) -> list[Move]:
     """The same over an open connection to the source."""
@@ -151,7 +150,7 @@ async def migrate_through(
         method=Mode.MODE_UNSPECIFIED if method == "auto" else method.upper(),
         force=force,
         trigger_policy="benchmark",
-        stall_budget_ms=stall_budget_ms,
+        stall_budget_ms=STALL_BUDGET_MS if stall_budget_ms is None else stall_budget_ms,
     )
     if rule is not None:
         kind, order, value = rule
@@ -242,7 +241,7 @@ async def move_stream(
     *,
     method: str = "live",
     force: bool = False,
-    stall_budget_ms: float = PATIENT_MS,
+    stall_budget_ms: float | None = None,
 ) -> Move:
     """Move the request behind `stream` and wait until that is settled."""
     stream.engine_id = stream.engine_id or await engine_id(source, stream)

@@ -334,20 +334,21 @@ class OriginShell:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (due := self.core.due) is not None:
-            due = max(due, time.monotonic())
-            left = due - time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(left, self._tick, due)
+        if self.core.due is not None:
+            now = time.monotonic()
+            due = max(self.core.due, now)
+            self._timer = asyncio.get_running_loop().call_later(due - now, self._tick, due)
 
     def _tick(self, due: float) -> None:
-        self.is_late(due)
+        self.catch_up(due)
         self.core.tick(time.monotonic())
         self.carry_out()
 
     # Watching
 
-    def is_late(self, due: float) -> bool:
-        """Whether this process comes to what was `due` only now that it has stood still, which is nobody's silence."""
+    def catch_up(self, due: float) -> bool:
+        """Forgives others the time for which this process stood still, if it comes only now to what was `due`. Returns
+        whether it has stood still."""
         seconds = self._standstills.since(due)
         if seconds:
             self.core.forgive(seconds, time.monotonic())

@@ -17,12 +17,12 @@ LOOK_SECONDS = 0.25
 class Watched(Protocol):
     def look(self) -> None: ...
 
-    def is_late(self, due: float) -> bool: ...
+    def catch_up(self, due: float) -> bool: ...
 
 
 class Standstills:
     """Times in which this process stood still, stopped by somebody or starved. What others have said meanwhile lies in
-    its sockets, and a timer that was due is not later than that: who did not wait for it took them for dead."""
+    its sockets, and timers are due before it is read: by them alone everybody would be dead."""
 
     def __init__(self) -> None:
         self._counted = 0.0
@@ -50,7 +50,7 @@ async def watch(reference: weakref.ref[Watched]) -> None:
             return
         try:
             # Not twice in a row: one that is late each time would never look.
-            waits = watched.is_late(due) and not waits
+            waits = watched.catch_up(due) and not waits
             if not waits:
                 watched.look()
         except Exception:

@@ -289,6 +289,28 @@ LAYOUT = layout_of("LBHNC", [(2, 64)], 4)
 """512 bytes, 128 a block."""
 
 
+def test_words_reach_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: only the allocation and the last step are replaced. torch refuses to pin an array of numpy's."""
+    stock, pinned = torch.empty, list[torch.Tensor]()
+
+    def empty(*size: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        tensor = stock(*size, **options)
+        pinned.extend([tensor] * pin_memory)
+        return tensor
+
+    def to(words: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        assert (device.type, non_blocking) == ("cuda", True)
+        assert words is pinned[-1], "the host waits for what the stream has to do"
+        return words
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for words in (plan.region_table(LAYOUT), np.arange(3)):
+        found = plan.on_device(words, torch.device("cuda"))
+        np.testing.assert_array_equal(found.numpy(), words)
+        assert not np.shares_memory(found.numpy(), words)
+
+
 def row(num_bytes: int, **kwargs: Any) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, **kwargs)
 

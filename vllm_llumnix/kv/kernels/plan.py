@@ -72,7 +72,10 @@ def on_device(words: Ids, device: torch.device) -> torch.Tensor:
     """A copy of them there. On a GPU it is enqueued like what reads it, from memory that need not be waited for: from
     other memory torch copies when all is done that the stream has to do before.
     """
-    return torch.tensor(words, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    # `torch.tensor(words, pin_memory=True)` refuses every array of numpy's.
+    here = torch.empty(words.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    here.numpy()[...] = words
+    return here.to(device, non_blocking=True)
 
 
 def planned(

@@ -41,9 +41,9 @@ demo: install ## two engines, one request moved between them mid-stream, a repor
 
 test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
 ifeq ($(strip $(ARGS)),)
-	@status=0; \
-	$(PY) -m pytest $(LIGHT_WORKERS) $(LIGHT) || status=$$?; \
-	$(PY) -m pytest $(HEAVY_WORKERS) $(HEAVY) || status=$$?; \
+	@status=0; worst() { status=$$(($$? > status ? $$? : status)); }; \
+	$(PY) -m pytest $(LIGHT_WORKERS) $(LIGHT) || worst; \
+	$(PY) -m pytest $(HEAVY_WORKERS) $(HEAVY) || worst; \
 	exit $$status
 else
 	@$(PY) -m pytest $(ARGS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import BLOCK_SIZE, Rig, window
@@ -269,6 +269,46 @@ def test_reserve_needs_a_batch_slot(rig: Rig) -> None:
     with pytest.raises(Refused) as refusal:
         rig.port.reservations.make(rig.request("a"), use_prefix_cache=True)
     assert refusal.value.reason is Reason.DESTINATION_FULL
+
+
+@pytest.mark.parametrize("with_kv", [True, False], ids=["with-kv", "tokens-alone"])
+def test_batch_slot_of_an_admitted_request_is_not_given_to_the_next(with_kv: bool, model_dir: Path) -> None:
+    rig = Rig(model_dir, num_blocks=128)
+    for index in range(3):
+        rig.add(f"own{index}", num_prompt=40)
+    rig.turns(3)
+    first, second = mid_stream(rig, "first"), mid_stream(rig, "second")
+    reservations = rig.port.reservations
+    reservations.make(first, use_prefix_cache=False)
+    reservations.admit(first, first.num_tokens - 1 if with_kv else 0)
+    with pytest.raises(Refused, match="no free batch slot"):
+        reservations.make(second, use_prefix_cache=False)
+    rig.turn()
+    assert first.status == RequestStatus.RUNNING
+    rig.scheduler.finish_requests("own0", RequestStatus.FINISHED_ABORTED)
+    reservations.make(second, use_prefix_cache=False)
+    reservations.admit(second, second.num_tokens - 1)
+    rig.turn()
+    assert second.status == RequestStatus.RUNNING
+
+
+def test_admitted_requests_keep_their_order(model_dir: Path) -> None:
+    rig = Rig(model_dir, num_blocks=128)
+    waiting = rig.add("own", num_prompt=40)
+    names = ["first", "second", "third"]
+    for name in names:
+        request = mid_stream(rig, name)
+        rig.port.reservations.make(request, use_prefix_cache=False)
+        rig.port.reservations.admit(request, request.num_tokens - 1)
+    rig.port.before_step()
+    assert list(rig.scheduler.schedule().num_scheduled_tokens) == [*names, waiting.request_id]
+
+
+def mid_stream(rig: Rig, name: str) -> Request:
+    """A request that has put out a token elsewhere."""
+    request = rig.request(name, num_prompt=40)
+    request.append_output_token_ids([7])
+    return request
 
 
 def test_same_request_is_not_reserved_twice(rig: Rig) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that have arrived with their KV cache, until they run: they wait for nobody. Loop thread only."""
+"""Requests that were admitted and do not run yet: their batch slot is theirs. Loop thread only."""
 
 from __future__ import annotations
 
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from vllm_llumnix.engine.turns import protect
@@ -15,25 +16,44 @@ class Newcomers:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._waiting: dict[str, Request] = {}
+        self._decoding: set[str] = set()
+        """Those among them whose next step computes one token."""
         self._stock_threshold: tuple[int, bool] | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Request) -> None:
-        """Takes one that is the scheduler's now, at the head of its queue."""
+    def waiting(self) -> list[Request]:
+        """Newcomers that do not run yet: the scheduler counts their batch slots as free."""
+        return [request for request in self._waiting.values() if not _has_its_slot(request)]
+
+    def add(self, request: Request, *, decodes: bool) -> None:
+        """Takes a request that is the scheduler's now. `decodes`: one token follows, and then it is in the batch."""
         self._waiting[request.request_id] = request
+        if decodes:
+            self._decoding.add(request.request_id)
+
+    def queue(self, request: Request) -> None:
+        """Has a request with its KV cache in place wait for the next step: behind the newcomers that were admitted
+        before it, in front of everybody else. Where vLLM orders by priority, that decides."""
+        queue = self._scheduler.kv_holding_waiting
+        if self._scheduler.policy == SchedulingPolicy.PRIORITY:
+            queue.add_request(request)
+            return
+        places = (place for place, other in enumerate(queue, 1) if other.request_id in self._waiting)
+        queue.insert(max(places, default=0), request)
 
     def before_step(self) -> None:
         """Make room for them in the coming step, and keep them from being its first victims."""
         self._restore_threshold()
         for request_id, request in list(self._waiting.items()):
-            if request.status == RequestStatus.RUNNING or request.is_finished():
+            if _has_its_slot(request):
                 del self._waiting[request_id]
-                if request.status == RequestStatus.RUNNING:
+                if request_id in self._decoding and request.status == RequestStatus.RUNNING:
                     protect(self._scheduler, request)
-        if self._waiting:
-            self._limit_prefills(len(self._waiting))
+        self._decoding &= self._waiting.keys()
+        if self._decoding:
+            self._limit_prefills(len(self._decoding))
 
     def _limit_prefills(self, num_newcomers: int) -> None:
         """Chunked prefills that run already take the whole token budget first: leave the newcomers' share for one step.
@@ -58,3 +78,8 @@ class Newcomers:
             threshold, self._scheduler.adaptive_long_prefill_threshold = self._stock_threshold
             self._scheduler.scheduler_config.long_prefill_token_threshold = threshold
             self._stock_threshold = None
+
+
+def _has_its_slot(request: Request) -> bool:
+    """Whether the scheduler counts the slot itself, or the request needs none any more."""
+    return request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED) or request.is_finished()

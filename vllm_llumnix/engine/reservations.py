@@ -181,9 +181,10 @@ class Reservations:
     def admit(self, request: Request, computed_tokens: int) -> None:
         """Hand the request to the scheduler; `computed_tokens` of its KV are in place.
 
-        With KV it goes to the head: its client is in the middle of a stream, or its prefill has begun. Without, it
-        takes its turn (`queue_in_turn`); but one that was preempted, and waited there for room, goes to the end. It is
-        long, and where it came first and did not fit, either, everybody behind it would wait (docs/experiments.md).
+        With KV it goes to the head, behind those that were admitted before it: its client is in the middle of a stream,
+        or its prefill has begun. Without, it takes its turn (`queue_in_turn`); but one that was preempted, and waited
+        there for room, goes to the end. It is long, and where it came first and did not fit, either, everybody behind
+        it would wait (docs/experiments.md). The batch slot that was reserved stays its own until it runs.
 
         Raises Refused, with the reservation unchanged, when the engine cannot take it now.
         """
@@ -204,7 +205,7 @@ class Reservations:
         self._connectors.meet(request)
         request.events.clear()
         request.status = RequestStatus.WAITING
-        self._give_slot_back(request)
+        had_slot = self._give_slot_back(request)
         del self._reserved[request.request_id]
         self._least_computed.pop(request.request_id, None)
         self._counted_in.pop(request.request_id, None)
@@ -217,7 +218,7 @@ class Reservations:
             if request.resumable:
                 self._sessions.come(request)
             else:
-                scheduler.kv_holding_waiting.prepend_request(request)
+                self._newcomers.queue(request)
         else:
             self._manager.free(request)
             if request.request_id in self._queued and request.num_output_tokens:
@@ -226,8 +227,8 @@ class Reservations:
                 queue_in_turn(scheduler, request)
         self._queued.discard(request.request_id)
         self._load.queued(request)
-        if computed_tokens == request.num_tokens - 1 and not request.resumable:
-            self._newcomers.add(request)
+        if had_slot and not request.resumable:
+            self._newcomers.add(request, decodes=computed_tokens == request.num_tokens - 1)
 
     def cancel(self, request: Request) -> None:
         """Give a reservation back. No mover may still write its blocks."""
@@ -288,12 +289,13 @@ class Reservations:
 
     def _check_slot(self, request: Request) -> None:
         """Raises Refused(destination_full)."""
-        scheduler = self._scheduler
+        scheduler, newcomers = self._scheduler, self._newcomers.waiting()
         # vLLM counts in who waits for more input.
-        if len(scheduler.running) + scheduler.num_waiting_for_streaming_input >= scheduler.max_num_active_reqs:
+        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input + len(newcomers)
+        if taken >= scheduler.max_num_active_reqs:
             raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
         if request.lora_request is not None:
-            present = adapters_of([*scheduler.running, *scheduler.kv_holding_waiting, *self._expected()])
+            present = adapters_of([*scheduler.running, *scheduler.kv_holding_waiting, *newcomers, *self._expected()])
             if len(present - adapters_of([request])) >= self._max_adapters:
                 problem = f"the destination's batch has its {self._max_adapters} LoRA adapters (--max-loras)"
                 raise Refused(Reason.DESTINATION_FULL, problem)
@@ -323,10 +325,13 @@ class Reservations:
             self._with_slot.add(request.request_id)
             self._scheduler.max_num_active_reqs -= 1
 
-    def _give_slot_back(self, request: Request) -> None:
-        if request.request_id in self._with_slot:
+    def _give_slot_back(self, request: Request) -> bool:
+        """Whether it had one."""
+        had_slot = request.request_id in self._with_slot
+        if had_slot:
             self._with_slot.remove(request.request_id)
             self._scheduler.max_num_active_reqs += 1
+        return had_slot
 
     def _extend(self, request: Request, num_tokens: int) -> bool:
         return self._allocate(request, self._positions(num_tokens, self._rows_for(request)))

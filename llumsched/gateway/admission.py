@@ -14,8 +14,11 @@ from aiohttp import web
 
 from llumsched.gateway import request_id
 from llumsched.gateway.api_keys import TENANT, ApiKeys, Exceeded, Limit
+from llumsched.gateway.errors import Unauthorized
 from llumsched.gateway.exchange import failure
+from llumsched.gateway.forwarded import keys_shown
 from llumsched.gateway.metrics import Metrics
+from llumsched.gateway.paths import Style, find
 
 _OPEN: Final = frozenset({"/health", "/healthz", "/ping", "/ready", "/metrics"})
 _RELOAD_S: Final = 1.0
@@ -35,10 +38,12 @@ class Admission:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path in _OPEN:
             return await self._answer(request)
-        tenant = self._keys.whose(request.headers.get("Authorization", ""))
+        found = find(request.path)
+        style = found.path.style if found else Style.OPENAI
+        tenant = self._keys.whose(keys_shown(request.headers))
         if tenant is None:
             self._refused.labels(_UNKNOWN, Limit.KEY).inc()
-            return web.json_response({"error": "Unauthorized"}, status=401)  # as vLLM says it
+            return failure(Unauthorized("Unauthorized"), _id_of(request), style)
         request[TENANT] = tenant
         if request.method != "POST":
             return await self._answer(request)
@@ -47,9 +52,13 @@ class Admission:
                 return await self._answer(request)
         except Exceeded as error:
             self._refused.labels(error.tenant, error.limit).inc()
-            return failure(error, request_id.chosen(request.headers.get("X-Request-Id")))
+            return failure(error, _id_of(request), style)
 
     async def keep_keys(self) -> None:
         while True:
             await asyncio.sleep(_RELOAD_S)
             self._keys.reload()
+
+
+def _id_of(request: web.BaseRequest) -> str:
+    return request_id.chosen(request.headers.get("X-Request-Id"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Final
@@ -154,8 +154,7 @@ class ApiKeys:
         self._tenants = tenants
         self._keys = HashedKeys({name: allowance.keys for name, allowance in allowances.items()})
 
-    def whose(self, authorization: str) -> Tenant | None:
-        """The tenant whose key the header `Authorization` shows."""
-        scheme, _, key = authorization.partition(" ")
-        name = self._keys.whose(key) if scheme.lower() == "bearer" else None
-        return None if name is None else self._tenants[name]
+    def whose(self, shown: Iterable[str]) -> Tenant | None:
+        """The tenant of the first of these keys that is one."""
+        names = map(self._keys.whose, shown)
+        return next((self._tenants[name] for name in names if name is not None), None)

@@ -39,8 +39,9 @@ class Head(msgspec.Struct):
 Content = tuple[bytes | bytearray | memoryview, ...]
 """A request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
 
-PRIORITY_HEADER: Final = "X-Priority"
-"""What a client, or who speaks for it, may say in the place of the body's `priority`."""
+PRIORITY_HEADERS: Final = ("X-Priority", "X-Vllm-Priority")
+"""What a client, or who speaks for it, may say in the place of the body's `priority`: the first of these that is there.
+"""
 
 _HEAD = msgspec.json.Decoder(Head, strict=False)
 """Not strict, as engines are not: "-1" is a number."""
@@ -93,15 +94,16 @@ class Body:
         """A body of a multipart form. Raises InvalidRequest."""
         return cls(content, _checked(Head(model=model_of(content, content_type) or None)))
 
-    def prioritized(self, said: str | None, *, in_body: bool) -> Body:
-        """The request with the priority that the header says, if it says one, before that of its body; `in_body`: the
-        engine is told, too. Raises InvalidRequest."""
+    def prioritized(self, said: tuple[str, str] | None, *, in_body: bool) -> Body:
+        """The request with the priority that a header (its name and value) says, if there is one, before that of its
+        body; `in_body`: the engine is told, too. Raises InvalidRequest."""
         if said is None:
             return self
+        name, value = said
         try:
-            priority = msgspec.convert(said, Priority, strict=False)
+            priority = msgspec.convert(value, Priority, strict=False)
         except msgspec.ValidationError as error:
-            raise InvalidRequest(f"`{PRIORITY_HEADER}` is {said!r}: {error}") from None
+            raise InvalidRequest(f"`{name}` is {value!r}: {error}") from None
         content = self.content
         if in_body:
             end = content.rindex(b"}")

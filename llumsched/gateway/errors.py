@@ -3,6 +3,7 @@
 
 GatewayError                       status and kind of the answer
   InvalidRequest            400
+  Unauthorized              401    with WWW-Authenticate
   Forbidden                 403
   CannotPass                501
   UnknownModel              404
@@ -38,6 +39,11 @@ class GatewayError(Exception):
 class InvalidRequest(GatewayError):
     status = 400
     kind = "BadRequestError"
+
+
+class Unauthorized(GatewayError):
+    status = 401
+    kind = "AuthenticationError"
 
 
 class Forbidden(GatewayError):

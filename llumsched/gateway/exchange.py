@@ -18,10 +18,10 @@ from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused, Tenant
 from llumsched.gateway.attempts import Attempts
 from llumsched.gateway.backends import Backend
-from llumsched.gateway.body import PRIORITY_HEADER, Body, Head, Prompt
+from llumsched.gateway.body import PRIORITY_HEADERS, Body, Head, Prompt
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
-from llumsched.gateway.forwarded import with_client
+from llumsched.gateway.forwarded import authorization, with_client
 from llumsched.gateway.metrics import CLIENT_GONE, Record
 from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.passing import Passing
@@ -127,7 +127,8 @@ class Exchanges:
             body = Body.read_form(content, request.headers.get("Content-Type", ""))
         else:
             body = await self._services.tokens.read(content)
-        return body.prioritized(request.headers.get(PRIORITY_HEADER), in_body=not found.path.is_form)
+        said = next(((name, request.headers[name]) for name in PRIORITY_HEADERS if name in request.headers), None)
+        return body.prioritized(said, in_body=not found.path.is_form)
 
     def _objectives(self, request: web.BaseRequest, body: Body, tenant: Tenant | None) -> Objectives:
         """What counts of it: the request's, its key's, its model's. Raises InvalidRequest."""
@@ -158,7 +159,7 @@ class Exchanges:
         name = found.name if is_sticky else received.body.head.previous_response_id
         if not name or not isinstance(name, str) or not (is_sticky or found.path.keeps_answers):
             return None
-        owner = await self._services.stored.home(name, received.request.headers.get("Authorization", ""))
+        owner = await self._services.stored.home(name, authorization(received.request.headers))
         if owner is None and is_sticky:
             raise errors.UnknownResponse(f"No instance has the response `{name}`.")
         return owner
@@ -201,6 +202,8 @@ def _check_size(request: web.BaseRequest, num_bytes: int) -> None:
 
 def failure(error: GatewayError, request_id: str, style: Style = Style.OPENAI) -> web.Response:
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+    if isinstance(error, errors.Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)) + random.randrange(_RETRY_SPREAD_S))
     return web.Response(status=error.status, body=errors.body(error, style, request_id), headers=headers)

@@ -1,26 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who asks, for the engine: it sees only the gateway's own connection.
+"""The headers of a client that its engine gets, and the key that the client shows.
 
-As proxies do, the client's address is put after those that came in `X-Forwarded-For`; whether the client spoke TLS
-stands in `X-Forwarded-Proto`, unless a proxy before this one has said it.
+An allow-list: what a header does in an engine (its priority, its rank, its load) is the gateway's to decide, and a new
+vLLM cannot bring another one into clients' reach. A test compares it with what the installed vLLM reads.
+
+The engine sees only the gateway's own connection. As proxies do, the client's address is put after those that came in
+`X-Forwarded-For`; whether the client spoke TLS stands in `X-Forwarded-Proto`, unless a proxy before this one has said
+it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from aiohttp import web
+
+from llumlet.attempts import ATTEMPT_HEADER
 
 RawHeaders = tuple[tuple[bytes, bytes], ...]
 _FOR: Final = b"x-forwarded-for"
 _PROTO: Final = b"x-forwarded-proto"
 NAMES: Final = frozenset((_FOR, _PROTO))
 """Headers that no client can have left out."""
+AUTHORIZATION: Final = "Authorization"
+_KEYS: Final = ("X-Api-Key", "Api-Key")
+"""Headers in which Anthropic's and Azure's clients show their keys."""
+RANK_HEADER: Final = "X-data-parallel-rank"
+"""vLLM's header for one engine of several to compute the request. A client that names one would undo the placement."""
+
+PASSED: Final = frozenset(
+    (b"accept", b"accept-language", b"content-type", b"origin", b"referer", b"user-agent", b"traceparent",
+     b"tracestate", b"via", b"forwarded", b"x-forwarded-host", b"x-forwarded-port", b"x-forwarded-prefix",
+     b"x-real-ip", b"x-session-id", b"anthropic-version", b"anthropic-beta", *NAMES)
+)  # fmt: skip
+"""Headers of a client that reach its engine."""
+OWNED: Final[Mapping[str, str]] = {
+    AUTHORIZATION: "a credential: passed as it is only where engines, and not the gateway, ask for keys",
+    **dict.fromkeys(_KEYS, "a credential: engines get it as `Authorization`, where they get any"),
+    "Cookie": "a credential",
+    "X-Request-Id": "engines get the id under which gateway and scheduler know the request",
+    ATTEMPT_HEADER: "says how many instances died with the request",
+    RANK_HEADER: "the scheduler chooses the rank",
+    "X-Vllm-Priority": "read as `X-Priority`: checked, and put into the body",
+    "endpoint-load-metrics-format": "would tell clients the engine's load",
+}
+"""Headers that engines read and clients do not send them: why."""
+
+
+def keys_shown(headers: Mapping[str, str]) -> Iterator[str]:
+    """The keys that a client shows, wherever its API has them."""
+    scheme, _, key = headers.get(AUTHORIZATION, "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield key
+    for name in _KEYS:
+        if name in headers:
+            yield headers[name]
+
+
+def authorization(headers: Mapping[str, str]) -> str:
+    """A client's credential as engines read it; empty: none."""
+    if AUTHORIZATION in headers:
+        return headers[AUTHORIZATION]
+    return next((f"Bearer {key}" for key in keys_shown(headers)), "")
 
 
 def with_client(request: web.BaseRequest) -> RawHeaders:
-    """A request's headers, and what they do not say of its connection."""
-    headers = request.raw_headers
+    """A request's headers for an engine: those that are passed, its credential, and what they do not say of its
+    connection. `Upstream` leaves the credential out where engines are not to see it."""
+    nominated = {token.strip().lower() for token in request.headers.get("Connection", "").encode().split(b",")} - NAMES
+    passed = PASSED - nominated
+    headers = tuple((name, value) for name, value in request.raw_headers if name.lower() in passed)
     addresses, has_scheme = [], False
     for name, value in headers:
         lower = name.lower()
@@ -36,4 +86,6 @@ def with_client(request: web.BaseRequest) -> RawHeaders:
         headers += ((b"X-Forwarded-For", b", ".join(addresses)),)
     if not has_scheme:
         headers += ((b"X-Forwarded-Proto", request.scheme.encode()),)
+    if credential := authorization(request.headers):
+        headers += ((AUTHORIZATION.encode(), credential.encode("utf-8", "surrogateescape")),)
     return headers

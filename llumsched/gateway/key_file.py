@@ -5,8 +5,8 @@
      "batch": {"keys": ["sha256:60fd…"], "requests_per_second": 5, "tokens_in_flight": 200000},
      "chat": {"keys": ["sha256:2c26…"], "ttft_slo_ms": 500, "tpot_slo_ms": 50}}
 
-A limit that is not given is none. Several keys of one name share its limits: the next one is added before the last one
-is taken away.
+A limit that is not given is none, except `best_priority`, which is 0 then. Several keys of one name share its limits:
+the next one is added before the last one is taken away.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     concurrent_requests: int | None = None
     tokens_in_flight: int | None = None
     """Limit of the prompts of its requests, together."""
-    best_priority: int | None = None
-    """The lowest `priority` that its requests may have: as for vLLM, lower ones come first, and none is 0."""
+    best_priority: int | None = 0
+    """The lowest `priority` that its requests may have (as for vLLM, lower ones come first, and none is 0); null: any.
+    """
     ttft_slo_ms: float | None = None
     """Objectives of its requests that name none."""
     tpot_slo_ms: float | None = None

@@ -27,6 +27,7 @@ from llumsched.gateway.config import Config
 from llumsched.gateway.cors import Cors
 from llumsched.gateway.errors import CannotPass, Forbidden, NoInstance, UnknownPath
 from llumsched.gateway.exchange import Exchanges, failure
+from llumsched.gateway.forwarded import authorization
 from llumsched.gateway.metrics import Metrics
 from llumsched.gateway.objectives import Tally
 from llumsched.gateway.outliers import Limits
@@ -215,7 +216,7 @@ class Gateway:
         if time.monotonic() - self.backends.refreshed_s > (_MODELS_S if some_are_known else _FIRST_MODELS_S):
             await self.placement.learn()
             await self.backends.refresh()
-        key = request.headers.get("Authorization", "") if self._passes_keys else ""
+        key = authorization(request.headers) if self._passes_keys else ""
         cards = await self.backends.cards(key)
         if not cards and len(self.backends):
             return failure(NoInstance("No instance answers.", retry_after_s=1), "")

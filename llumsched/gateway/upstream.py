@@ -23,23 +23,15 @@ from multidict import CIMultiDict
 from llumlet.attempts import ATTEMPT_HEADER, attempt_after
 from llumsched import descriptors
 from llumsched.causes import Cause
-from llumsched.gateway import forwarded
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import Content
 from llumsched.gateway.connection import Connection, ConnectionState
 from llumsched.gateway.errors import OutOfDescriptors, StreamLost
+from llumsched.gateway.forwarded import AUTHORIZATION, RANK_HEADER
 
 _log = logging.getLogger(__name__)
 _TELL_S = 10.0
 """Time between two lines of the log that say the same."""
-RANK_HEADER: Final = "X-data-parallel-rank"
-"""vLLM's header for one engine of several to compute the request. A client that names one would undo the placement."""
-_NOT_FORWARDED = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding",
-     b"accept-encoding", b"expect", b"x-request-id", ATTEMPT_HEADER.lower().encode(), RANK_HEADER.lower().encode())
-)  # fmt: skip
-"""Headers of one connection, or about the body's coding, which aiohttp has undone."""
 _NOT_RETURNED = (
     *("Connection", "Keep-Alive", "Transfer-Encoding", "Content-Length", "Trailer", "Upgrade", "X-Request-Id"),
 )
@@ -92,9 +84,9 @@ def request_head(
     dp_rank: int | None = None,
     access: Access = CLIENTS_OWN,
 ) -> bytes:
-    """The head of a request to an engine. `path`: with its query. `client`: its headers, of which those of its
-    connection are left out; what aiohttp has read has no line end in it. `num_deaths`: instances that died with the
-    request. `dp_rank`: the engine that is to have it, of those behind the API server."""
+    """The head of a request to an engine. `path`: with its query. `client`: the headers that `forwarded` has let
+    through; what aiohttp has read has no line end in it. `num_deaths`: instances that died with the request. `dp_rank`:
+    the engine that is to have it, of those behind the API server."""
     lines = [
         b"%b %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
         % (
@@ -111,11 +103,8 @@ def request_head(
         lines.append(f"{RANK_HEADER}: {dp_rank}".encode())
     if access.own_key:
         lines.append(f"Authorization: Bearer {access.own_key}".encode())
-    dropped: frozenset[bytes] = _NOT_FORWARDED if access.passes_clients else _NOT_FORWARDED | {b"authorization"}
-    for name, value in client:
-        if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-            dropped |= {token.strip().lower() for token in value.split(b",")} - forwarded.NAMES
-    lines += [b"%b: %b" % (name, value) for name, value in client if name.lower() not in dropped]
+    withheld = b"" if access.passes_clients else AUTHORIZATION.encode()
+    lines += [b"%b: %b" % (name, value) for name, value in client if name != withheld]
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from llumlet.client import LlumletClient
-from llumsched.gateway.upstream import RANK_HEADER
+from llumsched.gateway.forwarded import RANK_HEADER
 from llumsched.up.ports import free_port
 from tests.integration.conftest import Engines
 from tests.support.client import Client, Stream

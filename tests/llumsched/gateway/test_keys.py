@@ -53,13 +53,15 @@ def _with(key: str) -> dict[str, str]:
 
 
 @pytest.mark.asyncio
-async def test_who_has_no_key_is_told_so_as_vllm_does(write: Write) -> None:
+async def test_request_without_a_known_key_is_refused(write: Write) -> None:
     file = write({"a": {"keys": [FIRST]}, "b": {"keys": ["sk-another-0123456789", SECOND_HASHED]}})
     async with cluster(num_engines=1, api_key_file=file) as it:
         for headers in ({}, _with("sk-wrong"), _with(""), {"Authorization": FIRST}, {"Authorization": f"Basic {FIRST}"},
-                        _with(SECOND_HASHED), _with("sk-\xfc")):  # fmt: skip
+                        _with(SECOND_HASHED), _with("sk-\xfc"), {"X-Api-Key": "sk-wrong"},
+                        {"Api-Key": f"Bearer {FIRST}"}):  # fmt: skip
             reply = await it.post(COMPLETIONS, BODY, headers)
-            assert (reply.status, reply.json) == (401, {"error": "Unauthorized"})
+            assert (reply.status, reply.json["error"]["message"]) == (401, "Unauthorized")
+            assert reply.headers["WWW-Authenticate"] == "Bearer"
         assert (await it.get("/v1/models")).status == 401
         assert (await it.get("/nothing")).status == 401
         assert not it.engines.seen
@@ -68,7 +70,34 @@ async def test_who_has_no_key_is_told_so_as_vllm_does(write: Write) -> None:
         assert (await it.post(COMPLETIONS, BODY, {"authorization": f"bearer {FIRST}"})).status == 200
         for path in ("/health", "/healthz", "/ready", "/metrics"):
             assert (await it.get(path)).status == 200
-        assert b'gateway_key_refused_total{key="",limit="key"} 9.0' in (await it.get("/metrics")).content
+        assert b'gateway_key_refused_total{key="",limit="key"} 11.0' in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["x-api-key", "Api-Key"])
+async def test_key_counts_in_every_header_in_which_an_api_has_it_and_reaches_no_engine(write: Write, name: str) -> None:
+    file = write({"a": {"keys": [FIRST]}})
+    async with cluster(num_engines=1, api_key_file=file) as it:
+        for headers in ({name: FIRST}, _with("sk-of-another-gateway") | {name: FIRST}, _with(FIRST) | {name: FIRST}):
+            assert (await it.post(COMPLETIONS, BODY, headers)).status == 200
+        for seen in it.engines.seen or []:
+            assert not [value for value in seen["headers"].values() if FIRST in value]
+    async with cluster(num_engines=1, mock=_Guarded(seen=[])) as it:
+        assert (await it.post(COMPLETIONS, BODY, {name: "engines-own"})).status == 200
+        (seen,) = it.engines.seen or []
+        assert name not in seen["headers"]
+
+
+@pytest.mark.asyncio
+async def test_refusals_of_keys_have_the_form_of_their_api(write: Write) -> None:
+    file = write({"a": {"keys": [FIRST], "requests_per_minute": 0.001}})
+    async with cluster(num_engines=1, api_key_file=file) as it:
+        await it.post("/v1/messages", BODY, _with(FIRST))
+        for headers, status in (({}, 401), (_with(FIRST), 429)):
+            reply = await it.post("/v1/messages", BODY, headers)
+            assert (reply.status, reply.json["type"]) == (status, "error")
+            assert reply.json["error"]["message"]
+            assert "error" in (await it.post(COMPLETIONS, BODY, headers)).json
 
 
 class _Guarded(Mock):
@@ -128,7 +157,8 @@ async def test_a_key_has_so_many_requests_in_flight(write: Write) -> None:
 @pytest.mark.parametrize(
     ("best", "asked", "status"),
     [
-        (None, -100, 200),
+        (None, -100, 403),
+        ("any", -100, 200),
         (0, None, 200),
         (0, 0, 200),
         (0, -1, 403),
@@ -144,8 +174,11 @@ async def test_a_key_has_so_many_requests_in_flight(write: Write) -> None:
         (-2, -3, 403),
     ],
 )
-async def test_a_key_has_a_best_priority(write: Write, best: int | None, asked: Any, status: int) -> None:
-    file = write({"a": {"keys": [FIRST]} | ({} if best is None else {"best_priority": best})})
+async def test_a_key_has_a_best_priority_of_0_or_what_the_file_says(
+    write: Write, best: int | str | None, asked: Any, status: int
+) -> None:
+    said = {} if best is None else {"best_priority": None if best == "any" else best}
+    file = write({"a": {"keys": [FIRST]} | said})
     async with cluster(num_engines=1, api_key_file=file) as it:
         body = BODY if asked is None else BODY | {"priority": asked}
         reply = await it.post(COMPLETIONS, body, _with(FIRST))
@@ -168,13 +201,17 @@ async def test_a_key_has_objectives_for_requests_that_name_none(write: Write) ->
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("body", "header", "status"), [(0, "-1", 403), (-1, "0", 200), (None, "0", 200)])
+@pytest.mark.parametrize("name", ["X-Priority", "x-vllm-priority"])
 async def test_a_header_is_no_way_past_a_keys_best_priority(
-    write: Write, body: int | None, header: str, status: int
+    write: Write, name: str, body: int | None, header: str, status: int
 ) -> None:
     file = write({"a": {"keys": [FIRST], "best_priority": 0}})
     async with cluster(num_engines=1, api_key_file=file) as it:
         said = BODY if body is None else BODY | {"priority": body}
-        assert (await it.post(COMPLETIONS, said, _with(FIRST) | {"X-Priority": header})).status == status
+        assert (await it.post(COMPLETIONS, said, _with(FIRST) | {name: header})).status == status
+        for seen in it.engines.seen or []:
+            assert "X-Vllm-Priority" not in seen["headers"]
+            assert json.loads(seen["content"])["priority"] == 0
 
 
 @pytest.mark.asyncio
@@ -255,7 +292,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(write: Write, caplog: pytest
     for wrong in ("{", {}, {"a": {"keys": []}}):
         write(wrong)
         keys.reload()
-        assert keys.whose(f"Bearer {FIRST}")
+        assert keys.whose([FIRST])
     assert len(caplog.records) == 3
     keys.reload()
     assert len(caplog.records) == 3, "told once"

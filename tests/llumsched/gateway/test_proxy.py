@@ -37,7 +37,9 @@ DEEP = b'{"model": "mock", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 async def test_an_answer_in_one_piece_comes_as_the_engine_wrote_it(path: str) -> None:
     async with cluster() as it:
         body = json.dumps(PROMPTS[path] | {"unknown_field": [1, {"ü": None}]}, indent=3).encode()
-        reply = await it.post(path, body, {"X-Request-Id": "mine-1", "Authorization": "Bearer key", "X-Other": "1"})
+        reply = await it.post(
+            path, body, {"X-Request-Id": "mine-1", "Authorization": "Bearer key", "X-Session-Id": "1"}
+        )
         assert reply.status == 200
         assert reply.headers["X-Request-Id"] == "mine-1"
         assert reply.json["id"].endswith("cmpl-mine-1")
@@ -45,7 +47,11 @@ async def test_an_answer_in_one_piece_comes_as_the_engine_wrote_it(path: str) ->
         (seen,) = it.engines.seen or []
         assert seen["content"] == body
         headers = seen["headers"]
-        assert (headers["X-Request-Id"], headers["Authorization"], headers["X-Other"]) == ("mine-1", "Bearer key", "1")
+        assert (headers["X-Request-Id"], headers["Authorization"], headers["X-Session-Id"]) == (
+            "mine-1",
+            "Bearer key",
+            "1",
+        )
 
 
 @pytest.mark.asyncio

@@ -212,7 +212,7 @@ class Attempts(ABC):
 
     async def _choose(self, asked: Request) -> Placed:
         on_trial = self._services.trials.instances if self._case.deaths else ()
-        return await self._services.placement.place(asked, self._tried.excluded, on_trial)
+        return await self._services.placement.place(asked, self._tried.excluded, on_trial, self._record.key)
 
     async def _attempt(self, placed: Placed) -> web.StreamResponse:
         await self._prepare(placed)

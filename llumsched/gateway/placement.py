@@ -44,10 +44,10 @@ class Placement(ABC):
 
     @abstractmethod
     async def place(
-        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = (), key: str = ""
     ) -> Placed:
-        """A place at none of `excluded`, and at one of `shunned` only if there is no other. Raises UnknownModel,
-        NoInstance after a bounded wait, or Overloaded if too many wait already."""
+        """A place at none of `excluded`, and at one of `shunned` only if there is no other; `key` is the name of the
+        client's key. Raises UnknownModel, NoInstance after a bounded wait, or Overloaded if too many wait already."""
 
     @abstractmethod
     async def refusal(self) -> str:
@@ -88,7 +88,7 @@ class RoundRobin(Placement):
         self._backends = backends
 
     async def place(
-        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = (), key: str = ""
     ) -> Placed:
         backend = self._backends.next_for(asked.model, excluded, shunned)
         if backend is None and not excluded:

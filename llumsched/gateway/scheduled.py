@@ -88,15 +88,15 @@ class Scheduled(Placement):
         return self._block_sizes.get(model, 0)
 
     async def place(
-        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = (), key: str = ""
     ) -> Placed:
-        waiting = self._waiting(asked, excluded, shunned)
-        if not self._queues.has(asked.model):
+        waiting = self._waiting(asked, excluded, shunned, key)
+        if not self._queues.holds_up(waiting):
             try:
                 return await self._ask_for(waiting)
             except NoEndpoint as reason:
                 waiting.reason = reason
-        if self.num_waiting >= self._config.max_queue_size:
+        if self.num_waiting >= self._config.max_queue_size and not self._queues.make_room(key):
             raise Overloaded("Too many requests wait for an instance.", retry_after_s=1)
         try:
             return await self._queues.wait(waiting)
@@ -110,11 +110,13 @@ class Scheduled(Placement):
     def num_waiting(self) -> int:
         return len(self._queues)
 
-    def _waiting(self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend]) -> Waiting:
+    def _waiting(
+        self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend], key: str
+    ) -> Waiting:
         now_s, config = self._clock(), self._config
-        waiting = Waiting(asked, excluded, shunned, now_s, now_s + config.wait_scheduling_timeout_s)
+        waiting = Waiting(asked, excluded, shunned, now_s, now_s + config.wait_scheduling_timeout_s, key)
         if asked.has_objectives:
-            in_time_s = waiting.deadline_s if asked.ttft_slo_ms else waiting.until_s
+            in_time_s = waiting.deadline_s
             waiting.is_shed = config.shed_priority is not None and asked.priority >= config.shed_priority
             waiting.in_time_until_s = in_time_s if waiting.is_shed else max(in_time_s, now_s + config.late_wait_s)
         return waiting

@@ -1,27 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that no instance takes now: who must have its first token soonest is asked for first.
+"""Requests that no instance takes now, and the order in which the scheduler is asked for them again.
 
-One queue for each model: where there is no place for one, there may be some for another. Of a queue only the first few
-are asked for in a round, one after the other, so that a scheduler has no more to do the longer it is. A request whose
-deadline is past has no more to lose by waiting: it stands behind all that can still meet theirs.
+Each model has a queue of its own: where one model has no place, another may have some. A round asks for a few requests
+of a queue, one after the other, so that the scheduler's work does not grow with the queue.
+
+The order: lower `priority` first; then requests that can still meet their deadline; then the API key to which the queue
+has given the fewest tokens so far (fairness between keys); then the earliest deadline. A request without an objective
+for its first token has the end of its wait as its deadline. In the last quarter of its wait a request counts as one of
+the most urgent of its queue (ageing).
+
+A refusal tells something only of requests that need at least as much: as long a prompt, objectives as tight. A request
+with objectives that no instance can meet therefore delays none that asks for less.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 from llumlet.tasks import cancel
 from llumsched.gateway.backends import Backend
+from llumsched.gateway.errors import Overloaded
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime
 from llumsched.request import Request
 
 _IN_VAIN: Final = 4
-"""Requests in a row for which a round finds no place: the next ones hardly find any."""
+"""Refusals in a round after which requests that need at least as much are not asked for."""
+_MOST_IN_VAIN: Final = 12
+"""Refusals of requests in their order after which a round asks for those that were not asked for the longest."""
+_REQUEST_TOKENS: Final = 64
+"""Tokens that a request counts for, beside its prompt, when the queue is shared between keys."""
+_AGED_SHARE: Final = 0.75
+"""Share of its wait after which a request counts as one of the most urgent."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,27 +50,96 @@ class Waiting:
     """When it was to be placed first."""
     until_s: float
     """When it waits no longer for there to be an instance."""
+    key: str = ""
+    """Name of its client's API key."""
     in_time_until_s: float = -math.inf
     """When it waits no longer for one that meets its objectives; never before: it does not wait for that."""
     is_shed: bool = False
     """Whether it is refused then, rather than placed where its objectives are missed."""
     reason: NoEndpoint | None = None
     """Why it was refused last."""
+    asked_s: float = -math.inf
+    """When it was asked for last in a round."""
     place: asyncio.Future[Placed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def deadline_s(self) -> float:
-        """When it must have its first token."""
+        """When it must have its first token; without such an objective, the end of its wait."""
         asked = self.asked
-        return self.since_s + (asked.ttft_slo_ms - asked.waited_ms) / 1e3 if asked.ttft_slo_ms else math.inf
+        return self.since_s + (asked.ttft_slo_ms - asked.waited_ms) / 1e3 if asked.ttft_slo_ms else self.end_s
+
+    @property
+    def end_s(self) -> float:
+        """When it waits no longer, by the reason why it was refused last."""
+        return self.in_time_until_s if isinstance(self.reason, NotInTime) else self.until_s
+
+    @property
+    def num_tokens(self) -> int:
+        return self.asked.prompt_num_tokens + _REQUEST_TOKENS
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it waits no longer, by the reason why it was refused last."""
-        return now_s >= (self.in_time_until_s if isinstance(self.reason, NotInTime) else self.until_s)
+        return now_s >= self.end_s
 
-    def turn(self, now_s: float) -> tuple[int, bool, float, float]:
-        """Who has less comes first."""
-        return self.asked.priority, self.deadline_s <= now_s, self.deadline_s, self.since_s
+    def has_aged(self, now_s: float) -> bool:
+        return now_s >= self.since_s + _AGED_SHARE * (self.end_s - self.since_s)
+
+    def is_late(self, now_s: float) -> bool:
+        return self.deadline_s <= now_s
+
+    def needs_as_much_as(self, other: Waiting) -> bool:
+        """Whether a refusal of the other one tells that this one is refused as well."""
+        mine, its = self.asked, other.asked
+        return (
+            mine.prompt_num_tokens >= its.prompt_num_tokens
+            and (mine.ttft_slo_ms or math.inf) <= (its.ttft_slo_ms or math.inf)
+            and (mine.tpot_slo_ms or math.inf) <= (its.tpot_slo_ms or math.inf)
+        )
+
+    def stands_before(self, newcomer: Waiting, now_s: float) -> bool:
+        """Whether a newcomer is not asked for at once, as this one, which needs no more, was refused."""
+        is_behind = isinstance(self.reason, NotInTime) and self.is_late(now_s)
+        return not is_behind and newcomer.needs_as_much_as(self)
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """The requests that wait for one model."""
+
+    waiting: set[Waiting] = field(default_factory=set)
+    served: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Tokens of the requests that got a place, by key; a key that comes later begins with the least of the others."""
+
+    def add(self, newcomer: Waiting) -> None:
+        keys = {one.key for one in self.waiting}
+        if newcomer.key not in keys:
+            least = min((self.served[key] for key in keys), default=0)
+            self.served[newcomer.key] = max(self.served[newcomer.key], least)
+        self.waiting.add(newcomer)
+
+    def in_turn(self, now_s: float) -> Iterator[Waiting]:
+        best = min((one.asked.priority for one in self.waiting), default=0)
+
+        def rank(one: Waiting) -> tuple[int, bool]:
+            return best if one.has_aged(now_s) else one.asked.priority, one.is_late(now_s)
+
+        ordered = sorted(self.waiting, key=lambda one: (*rank(one), one.deadline_s, one.since_s))
+        for _, equals in groupby(ordered, key=rank):
+            yield from self._shared(equals)
+
+    def _shared(self, ordered: Iterable[Waiting]) -> Iterator[Waiting]:
+        """The same requests, such that keys have their turns by the tokens that they were given so far."""
+        of_key = defaultdict[str, list[Waiting]](list)
+        for one in ordered:
+            of_key[one.key].append(one)
+        turns = [(self.served[key], number, iter(own)) for number, (key, own) in enumerate(of_key.items())]
+        heapq.heapify(turns)
+        while turns:
+            given, number, own = turns[0]
+            if (first := next(own, None)) is None:
+                heapq.heappop(turns)
+            else:
+                heapq.heapreplace(turns, (given + first.num_tokens, number, own))
+                yield first
 
 
 class Queues:
@@ -67,56 +153,80 @@ class Queues:
         """`place` raises NoEndpoint for who is to wait on; whatever else it raises ends the waiting. `give_back`: a
         place that nobody wants any more. `interval_s`: between two rounds."""
         self._place, self._give_back, self._interval_s, self._clock = place, give_back, interval_s, clock
-        self._of_model: dict[str, set[Waiting]] = {}
+        self._of_model: dict[str, _Queue] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._of_model.values()))
+        return sum(len(queue.waiting) for queue in self._of_model.values())
 
-    def has(self, model: str) -> bool:
-        """Whether requests for this model wait: who comes now has its turn among them."""
-        return bool(self._of_model.get(model))
+    def holds_up(self, newcomer: Waiting) -> bool:
+        """Whether a newcomer has its turn in the queue, rather than being asked for at once."""
+        queue, now_s = self._of_model.get(newcomer.asked.model), self._clock()
+        return queue is not None and any(one.stands_before(newcomer, now_s) for one in queue.waiting)
 
     def longest_wait_s(self, model: str) -> float:
         """How long those have waited who have waited longest for this model."""
+        now_s, queue = self._clock(), self._of_model.get(model, _Queue())
+        return max((now_s - one.since_s for one in queue.waiting), default=0.0)
+
+    def make_room(self, key: str) -> bool:
+        """Refuses the last request of the key that has the most of them, if that has two more than this key. Returns
+        whether it did."""
         now_s = self._clock()
-        return max((now_s - one.since_s for one in self._of_model.get(model, ())), default=0.0)
+        waiting = [one for queue in self._of_model.values() for one in queue.waiting if not one.place.done()]
+        num_waiting = Counter(one.key for one in waiting)
+        most = max(num_waiting, key=num_waiting.__getitem__, default=key)
+        if num_waiting[most] < num_waiting[key] + 2:
+            return False
+        last = max(
+            (one for one in waiting if one.key == most),
+            key=lambda one: (one.asked.priority, one.is_late(now_s), one.deadline_s, one.since_s),
+        )
+        _fail(last.place, Overloaded("Too many requests of this key wait for an instance.", retry_after_s=1))
+        return True
 
     async def wait(self, waiting: Waiting) -> Placed:
-        """A place. Raises what `place` raises; NoEndpoint if there was none in time."""
+        """A place. Raises what `place` raises; NoEndpoint if there was none in time; Overloaded if it had to make room
+        for another key."""
         model = waiting.asked.model
-        queue = self._of_model.setdefault(model, set())
+        queue = self._of_model.setdefault(model, _Queue())
         queue.add(waiting)
         if model not in self._serving:
             self._serving[model] = asyncio.create_task(self._serve(model, queue))
         try:
             return await waiting.place
         finally:
-            queue.discard(waiting)
+            queue.waiting.discard(waiting)
 
     async def close(self) -> None:
         await cancel(*self._serving.values())
 
-    async def _serve(self, model: str, queue: set[Waiting]) -> None:
+    async def _serve(self, model: str, queue: _Queue) -> None:
         try:
-            while queue:
+            while queue.waiting:
                 await self._round(queue)
                 await asyncio.sleep(self._interval_s)
         finally:
             del self._of_model[model], self._serving[model]
 
-    async def _round(self, queue: set[Waiting]) -> None:
+    async def _round(self, queue: _Queue) -> None:
         now_s = self._clock()
-        in_vain = 0
-        for waiting in sorted(queue, key=lambda one: one.turn(now_s)):
-            if in_vain < _IN_VAIN or waiting.is_over(now_s):
-                in_vain += not await self._try(waiting, now_s)
+        refused: list[Waiting] = []
+        for waiting in list(queue.in_turn(now_s)):
+            is_worth_it = len(refused) < _MOST_IN_VAIN and _may_find_a_place(waiting, refused)
+            if (is_worth_it or waiting.is_over(now_s)) and not await self._try(queue, waiting, now_s):
+                refused.append(waiting)
+        if len(refused) >= _MOST_IN_VAIN:
+            longest_ago = sorted(queue.waiting, key=lambda one: one.asked_s)[:_IN_VAIN]
+            for waiting in longest_ago:
+                await self._try(queue, waiting, now_s)
 
-    async def _try(self, waiting: Waiting, now_s: float) -> bool:
+    async def _try(self, queue: _Queue, waiting: Waiting, now_s: float) -> bool:
         """Whether its waiting is over."""
         place = waiting.place
         if place.done():
             return True
+        waiting.asked_s = now_s
         try:
             placed = await self._place(waiting)
         except NoEndpoint as error:
@@ -131,7 +241,12 @@ class Queues:
                 self._give_back(placed)
             else:
                 place.set_result(placed)
+                queue.served[waiting.key] += waiting.num_tokens
         return True
+
+
+def _may_find_a_place(waiting: Waiting, refused: Iterable[Waiting]) -> bool:
+    return sum(waiting.needs_as_much_as(one) for one in refused) < _IN_VAIN
 
 
 def _fail(place: asyncio.Future[Placed], error: Exception) -> None:

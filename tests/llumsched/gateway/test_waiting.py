@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ class Scheduler:
         self.would_be_late = False
         """Whether only who may wait is refused."""
         self.models_without = set[str]()
+        self.meets: Callable[[SchedulingRequest], bool] = lambda request: True
+        """Whether the objectives of a request can be met."""
         self.asked: list[SchedulingRequest] = []
         self.is_asked = asyncio.Event()
         self.released: list[str] = []
@@ -40,6 +43,8 @@ class Scheduler:
         self.asked.append(request)
         self.is_asked.set()
         await asyncio.sleep(0.001)
+        if request.may_wait and not self.meets(request):
+            raise NotInTime("its objectives would be missed")
         if self.would_be_late and not request.may_wait:
             self.room += 1
         if not self.room or request.model in self.models_without:
@@ -63,17 +68,17 @@ class World:
         self.placed: list[str] = []
         self.failed: dict[str, Exception] = {}
 
-    async def place(self, request: Request) -> Placed | None:
+    async def place(self, request: Request, key: str = "") -> Placed | None:
         try:
-            placed = await self.placement.place(request)
+            placed = await self.placement.place(request, key=key)
         except (NoInstance, Overloaded) as error:
             self.failed[request.id] = error
             return None
         self.placed.append(request.id)
         return placed
 
-    def begin(self, *requests: Request) -> list[asyncio.Task[Placed | None]]:
-        return [asyncio.create_task(self.place(request)) for request in requests]
+    def begin(self, *requests: Request, key: str = "") -> list[asyncio.Task[Placed | None]]:
+        return [asyncio.create_task(self.place(request, key)) for request in requests]
 
 
 def play(scenario: Coroutine[Any, Any, None], loop: VirtualLoop) -> None:
@@ -275,6 +280,121 @@ def test_a_client_that_leaves_is_asked_for_no_more_and_its_place_is_given_back(l
         await asyncio.sleep(1)
         assert len(world.scheduler.asked) == asked
         assert not world.placement.num_waiting
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def _impossible(number: int) -> list[Request]:
+    """Requests with objectives that nobody meets, none of which needs as much as another."""
+    return [
+        Request(f"i{each}", prompt_num_tokens=each, ttft_slo_ms=600_000, tpot_slo_ms=1e-3 * (1 + each), priority=-1)
+        for each in range(number)
+    ]
+
+
+@pytest.mark.parametrize("number", [4, 100])
+@pytest.mark.parametrize("tpot_slo_ms", [0.0, 50.0])
+def test_impossible_objectives_hold_up_nobody_else(loop: VirtualLoop, number: int, tpot_slo_ms: float) -> None:
+    async def took_s(world: World) -> list[float]:
+        took = []
+        for each in range(50):
+            began_s = loop.time()
+            await asyncio.gather(*world.begin(Request(f"{tpot_slo_ms}-{each}", tpot_slo_ms=tpot_slo_ms)))
+            took.append(loop.time() - began_s)
+            await asyncio.sleep(0.03)
+        return took
+
+    async def scenario() -> None:
+        world = World(loop)
+        world.scheduler.room = 1000
+        world.scheduler.meets = lambda request: request.tpot_slo_ms > 1
+        before = await took_s(world)
+        attack = world.begin(*_impossible(number))
+        await asyncio.sleep(0.5)
+        assert world.placement.num_waiting == number
+        during = await took_s(world)
+        assert max(during) <= 1.1 * max(before)
+        for one in attack:
+            one.cancel()
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_request_behind_many_impossible_ones_is_asked_for(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop)
+        met_ms = [1e9]
+        world.scheduler.meets = lambda request: request.tpot_slo_ms > met_ms[0]
+        world.scheduler.room = 1000
+        attack = world.begin(*_impossible(100))
+        behind = world.begin(*(Request(f"{each}", tpot_slo_ms=50 + each) for each in range(3)))
+        await asyncio.sleep(1)
+        assert not world.placed
+        met_ms[0] = 1
+        began_s = loop.time()
+        await asyncio.gather(*behind)
+        assert loop.time() - began_s < 6, "turns of all that wait"
+        for one in attack:
+            one.cancel()
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_keys_have_equal_shares_of_a_queue_by_tokens(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop, max_queue_size=1000, wait_scheduling_timeout_s=3600.0)
+        many = world.begin(*(Request(f"many {each}", prompt_num_tokens=1000) for each in range(100)), key="many")
+        many += world.begin(*(Request(f"long {each}", prompt_num_tokens=2064) for each in range(100)), key="long")
+        await asyncio.sleep(0.5)
+        few = world.begin(*(Request(f"few {each}", prompt_num_tokens=1000) for each in range(20)), key="few")
+        await asyncio.sleep(0.5)
+        for _ in range(25):
+            world.scheduler.room = 2
+            await asyncio.sleep(0.2)
+        assert Counter(name.split()[0] for name in world.placed) == {"many": 20, "few": 20, "long": 10}
+        for one in many + few:
+            one.cancel()
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_full_queue_makes_room_for_a_key_with_less_in_it(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop, max_queue_size=10, wait_scheduling_timeout_s=3600.0)
+        many = world.begin(*(Request(f"many {each}") for each in range(12)), key="many")
+        await asyncio.sleep(0.5)
+        assert len(world.failed) == 2, "a key with others makes no room for itself"
+        others = world.begin(*(Request(f"other {each}") for each in range(7)), key="other")
+        await asyncio.sleep(0.5)
+        assert all(isinstance(error, Overloaded) for error in world.failed.values())
+        assert world.placement.num_waiting == 10
+        assert sum(name.startswith("many") for name in world.failed) == 7
+        for one in many + others:
+            one.cancel()
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_low_priority_is_placed_before_its_wait_ends(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop)
+        (low,) = world.begin(Request("low", priority=9))
+        await asyncio.sleep(0.05)
+        high: list[asyncio.Task[Placed | None]] = []
+        for each in range(100):
+            high += world.begin(*(Request(f"{each}-{number}") for number in range(3)))
+            world.scheduler.room = 1
+            await asyncio.sleep(0.1)
+        assert low.done()
+        assert "low" in world.placed
+        assert world.placed.index("low") > 20, "priority counts for most of the time"
+        for one in high:
+            one.cancel()
         await world.placement.close()
 
     play(scenario(), loop)

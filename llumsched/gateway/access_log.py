@@ -56,7 +56,7 @@ def _line(record: Record) -> str:
     ttft = "-" if record.ttft_s is None else f"{record.ttft_s * 1e3:.1f}ms"
     key = f"key={_word(record.key)} " if record.key else ""
     return (
-        f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {record.status} {record.path} id={record.id} {key}"
+        f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {record.status} {_word(record.path)} id={record.id} {key}"
         f"model={_word(record.model)} instance={record.instance or '-'} e2e={record.e2e_s * 1e3:.1f}ms ttft={ttft} "
         f"schedule={record.schedule_s * 1e3:.1f}ms in={record.num_input_tokens} out={record.num_output_tokens} "
         f"retries={record.num_retries} continuations={record.num_continuations}"

@@ -2,23 +2,55 @@
 """Clients' connections, and which of them are given up: those on which a head does not end, or nothing is taken of what
 waits to be written. No connection has a timer of its own for that; `Clients.look` is called once in a while.
 
-Idle ones are ended by aiohttp, after `keep_alive_timeout_s`.
+Idle ones are ended by aiohttp, after `keep_alive_timeout_s`. What its parser refuses, and TLS handshakes that fail, go
+to `Refusals`: aiohttp would quote the line that it cannot read, in its answer and in a traceback. Bodies are not
+decoded: a few bytes would become many, on the event loop, before anybody asks for a key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
+from llumlet.tasks import cancel
+from llumsched.gateway import errors
 from llumsched.gateway.config import Config
+from llumsched.gateway.refusals import Refusals
+
+_log = logging.getLogger(__name__)
+
+
+class _Request(web.BaseRequest):
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        """Takes out the header that names the software, ours or an engine's."""
+        response.headers.pop("Server", None)
 
 
 class ClientConnection(web.RequestHandler):
-    __slots__ = ("head_since_s", "is_answering")
+    __slots__ = ("_num_head_bytes", "_refusals", "head_since_s", "is_answering")
+
+    def __init__(self, server: ClientServer, config: Config, refusals: Refusals) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=config.keep_alive_timeout_s,
+            max_line_size=config.max_head_bytes,
+            max_field_size=config.max_head_bytes,
+            auto_decompress=False,
+        )
+        self._refusals = refusals
+        self._num_head_bytes = 0
+
+    @property
+    def peer(self) -> str:
+        return peer_of(self.transport)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.is_answering = False
@@ -30,10 +62,31 @@ class ClientConnection(web.RequestHandler):
         if self.head_since_s is None and not self.is_answering:
             self.head_since_s = time.monotonic()
         super().data_received(data)
+        if self.head_since_s is not None and not self._messages:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > self.max_line_size and self.transport is not None:
+                self.transport.write(self._refusals.head_too_large(self.peer, self.max_line_size))
+                self.close()
+                self.transport.close()
 
     def answering(self) -> None:
         """Notes that a head is whole."""
-        self.head_since_s, self.is_answering = None, True
+        self.head_since_s, self.is_answering, self._num_head_bytes = None, True, 0
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the answer has been sent already")
+        if isinstance(exc, LineTooLong):
+            limit = self.max_line_size
+            return self._refusals.unreadable(
+                self.peer, errors.HeadTooLarge(f"A line of the head exceeds {limit} bytes.")
+            )
+        if isinstance(exc, HttpProcessingError):
+            return self._refusals.unreadable(self.peer, errors.InvalidRequest("The request's head cannot be read."))
+        _log.error("a request failed", exc_info=exc)
+        return self._refusals.unreadable(self.peer, errors.GatewayError("The gateway failed at this request."))
 
     def answered(self) -> None:
         self.is_answering = False
@@ -42,16 +95,55 @@ class ClientConnection(web.RequestHandler):
 class ClientServer(web.Server):
     """A server whose `answer` gets each request when its head is whole."""
 
-    def __init__(self, config: Config, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        refusals: Refusals,
+        tls: ssl.SSLContext | None,
+    ) -> None:
         super().__init__(self._run, request_factory=self._request, handler_cancellation=True)
         self._answer = answer
-        self._keep_alive_timeout_s = config.keep_alive_timeout_s
-        self._max_body_bytes = config.max_body_bytes
+        self._config = config
+        self._refusals = refusals
+        self._tls = tls
+        self._handshakes: set[asyncio.Task[None]] = set()
         self.is_leaving = False
         """Whether connections end with their answers."""
 
     def __call__(self) -> ClientConnection:
-        return ClientConnection(self, loop=self._loop, keepalive_timeout=self._keep_alive_timeout_s)
+        return ClientConnection(self, self._config, self._refusals)
+
+    def accepted(self) -> asyncio.Protocol:
+        """The protocol of a connection that was just accepted."""
+        return self() if self._tls is None else _BeforeTls(self._begin_tls)
+
+    def _begin_tls(self, transport: asyncio.Transport) -> None:
+        task = asyncio.create_task(self._shake_hands(transport))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, transport: asyncio.Transport) -> None:
+        """Has a `ClientConnection` speak TLS. Not `create_server`'s own way: there nobody hears of what fails."""
+        connection, peer = self(), peer_of(transport)
+        assert self._tls is not None
+        limit_s = self._config.header_timeout_s
+        try:
+            encrypted = await self._loop.start_tls(
+                transport, connection, self._tls, server_side=True, ssl_handshake_timeout=limit_s
+            )
+        except ssl.SSLError as error:
+            self._refusals.no_tls(peer, error.reason or "failed")
+        except OSError:
+            pass  # the client left, or took too long
+        else:
+            if encrypted is not None:
+                connection.connection_made(encrypted)
+            return
+        transport.abort()
+
+    async def end_handshakes(self) -> None:
+        await cancel(*self._handshakes)
 
     @property
     def clients(self) -> list[ClientConnection]:
@@ -59,8 +151,8 @@ class ClientServer(web.Server):
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         protocol.answering()
-        limit = self._max_body_bytes
-        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=limit)
+        limit = self._config.max_body_bytes
+        return _Request(message, payload, protocol, writer, task, self._loop, client_max_size=limit)
 
     async def _run(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -70,6 +162,24 @@ class ClientServer(web.Server):
             return response
         finally:
             cast(ClientConnection, request.protocol).answered()
+
+
+class _BeforeTls(asyncio.Protocol):
+    """Reads nothing of a connection, so that all of it is for TLS."""
+
+    def __init__(self, begin: Callable[[asyncio.Transport], None]) -> None:
+        self._begin = begin
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        accepted = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        accepted.pause_reading()
+        self._begin(accepted)
+
+
+def peer_of(transport: asyncio.BaseTransport | None) -> str:
+    """A client's address, for people."""
+    found = None if transport is None else transport.get_extra_info("peername")
+    return str(found[0]) if found else "somebody"
 
 
 class _Untaken(NamedTuple):

@@ -77,6 +77,11 @@ class Config:
         1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port"
     )
     max_body_bytes: int = _listening.setting(64 << 20, kinds.integer("BYTES", at_least=1), "largest request")
+    max_head_bytes: int = _listening.setting(
+        64 << 10,
+        kinds.integer("BYTES", at_least=1024),
+        "largest head (request line and headers) of a request; a larger one gets 431",
+    )
     client_timeout_s: float = _listening.setting(
         60.0, _TIME, "for the next KiB of a client's request, or with nothing taken by it of its answer"
     )

@@ -9,9 +9,12 @@ GatewayError                       status and kind of the answer
   UnknownModel              404
   UnknownPath               404
   UnknownResponse           404
+  MethodNotAllowed          405    with Allow
   RequestTimedOut           408    its client stopped in the middle of it
   RequestTooLarge           413
+  UnsupportedCoding         415
   Overloaded                429    with Retry-After
+  HeadTooLarge              431
   NoInstance                503    with Retry-After
   OutOfDescriptors          503    with Retry-After; the gateway's own fault, not an instance's
   UpstreamFailed            502    no instance answered
@@ -20,6 +23,9 @@ StreamLost                         an engine's answer broke off; the exchange co
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -31,9 +37,13 @@ class GatewayError(Exception):
     status: int = 500
     kind: str = "InternalServerError"
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float | None = None, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`headers`: of the answer, beside the usual ones."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.headers = headers
 
 
 class InvalidRequest(GatewayError):
@@ -69,6 +79,11 @@ class UnknownResponse(UnknownModel):
     pass
 
 
+class MethodNotAllowed(GatewayError):
+    status = 405
+    kind = "MethodNotAllowedError"
+
+
 class RequestTimedOut(GatewayError):
     status = 408
     kind = "RequestTimeoutError"
@@ -76,6 +91,16 @@ class RequestTimedOut(GatewayError):
 
 class RequestTooLarge(GatewayError):
     status = 413
+    kind = "BadRequestError"
+
+
+class UnsupportedCoding(GatewayError):
+    status = 415
+    kind = "BadRequestError"
+
+
+class HeadTooLarge(GatewayError):
+    status = 431
     kind = "BadRequestError"
 
 

@@ -178,8 +178,8 @@ async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray
                 num_due, due_s = len(body) + _LEAST_BYTES, loop.time() + timeout_s
     except TimeoutError:
         raise errors.RequestTimedOut(f"Less than a KiB more of the body came in {timeout_s:g} s.") from None
-    except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise errors.InvalidRequest(f"The body cannot be read: {error}") from None
+    except (web.RequestPayloadError, HttpProcessingError):  # which quote what came
+        raise errors.InvalidRequest("The body cannot be read: it is not framed as its head says.") from None
     return body
 
 
@@ -201,9 +201,7 @@ def _check_size(request: web.BaseRequest, num_bytes: int) -> None:
 
 
 def failure(error: GatewayError, request_id: str, style: Style = Style.OPENAI) -> web.Response:
-    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-    if isinstance(error, errors.Unauthorized):
-        headers["WWW-Authenticate"] = "Bearer"
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id, **error.headers}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)) + random.randrange(_RETRY_SPREAD_S))
     return web.Response(status=error.status, body=errors.body(error, style, request_id), headers=headers)

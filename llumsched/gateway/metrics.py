@@ -110,6 +110,12 @@ class Metrics:
         self.refused = self._counter(
             "gateway_key_refused", "Requests without a key, or beyond what theirs allows.", ["key", "limit"]
         )
+        self.refusals = self._counter(
+            "gateway_refused",
+            "Requests that were refused at the door, before anything of them was read.",
+            ["status_code"],
+        )
+        self.tls_failures = self._counter("gateway_tls_failures", "Connections whose TLS handshake failed.", [])
         self.unlogged = self._counter(
             "gateway_access_log_dropped", "Lines of the access log that stdout did not take.", []
         )

@@ -20,12 +20,20 @@ from llumlet.tasks import cancel, keep_running
 from llumsched import tls
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.admission import Admission
-from llumsched.gateway.api_keys import ApiKeys
+from llumsched.gateway.api_keys import TENANT, ApiKeys
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.clients import Clients, ClientServer
 from llumsched.gateway.config import Config
 from llumsched.gateway.cors import Cors
-from llumsched.gateway.errors import CannotPass, Forbidden, NoInstance, UnknownPath
+from llumsched.gateway.errors import (
+    CannotPass,
+    Forbidden,
+    GatewayError,
+    MethodNotAllowed,
+    NoInstance,
+    UnknownPath,
+    UnsupportedCoding,
+)
 from llumsched.gateway.exchange import Exchanges, failure
 from llumsched.gateway.forwarded import authorization
 from llumsched.gateway.metrics import Metrics
@@ -33,6 +41,7 @@ from llumsched.gateway.objectives import Tally
 from llumsched.gateway.outliers import Limits
 from llumsched.gateway.paths import Kind, find
 from llumsched.gateway.placement import Placement, RoundRobin
+from llumsched.gateway.refusals import Refusals
 from llumsched.gateway.scheduled import COMPLAINT_TTL_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.gateway.services import Services
@@ -47,6 +56,8 @@ _MODELS_S: Final = 3.0
 _FIRST_MODELS_S: Final = 1.0
 """Least time between such rounds while no model is known."""
 _REFUSALS: Final = {Kind.REFUSED: Forbidden, Kind.CANNOT_PASS: CannotPass}
+_IDENTITY: Final = "identity"
+_CODINGS: Final = {"Accept-Encoding": _IDENTITY}
 _BACKLOG = 1024
 _ATTAINMENT_S = 1.0
 """Least time between two times that schedulers are told how objectives are met."""
@@ -110,9 +121,11 @@ class Gateway:
             StoredResponses(self.backends, self._session, access),
         )
         self.exchanges = Exchanges(self.services, self.access_log)
-        admission = Admission(self._keys, self._answer, self.metrics) if self._keys else None
-        cors = Cors(admission.answer if admission else self._answer, self.backends, self._session)
-        self._server = ClientServer(config, cors.answer)
+        self._refusals = Refusals(self.metrics, self.access_log)
+        admission = Admission(self._keys, self._answer, self.metrics, self._refusals) if self._keys else None
+        self._admitted = admission.answer if admission else self._answer
+        cors = Cors(self._decoded, self.backends, self._session)
+        self._server = ClientServer(config, cors.answer, self._refusals, self._tls)
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = {"models": self._keep_models, "complaints": self._keep_complaining, "watch": watch.run}
         keep["attainment"] = self._keep_telling_attainment
@@ -125,11 +138,7 @@ class Gateway:
         self._tasks = [asyncio.create_task(keep_running(name, run), name=name) for name, run in keep.items()]
         self.port = listening.getsockname()[1]
         self._listener = await asyncio.get_running_loop().create_server(
-            self._server,
-            sock=listening,
-            backlog=_BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=config.header_timeout_s if self._tls else None,
+            self._server.accepted, sock=listening, backlog=_BACKLOG
         )
         return self
 
@@ -144,6 +153,7 @@ class Gateway:
         self._server.pre_shutdown()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.exchanges.idle.wait(), self.config.shutdown_timeout_s)
+        await self._server.end_handshakes()
         await self._server.shutdown(1.0)
         await cancel(*self._tasks)
         await self.placement.close()
@@ -158,15 +168,27 @@ class Gateway:
             return RoundRobin(self.backends)
         return Scheduled(self.config, self.backends, SchedulerClient(self.config, self._session))
 
+    async def _decoded(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.headers.get("Content-Encoding", _IDENTITY).lower() != _IDENTITY:
+            error = UnsupportedCoding("Bodies are read as they are: no `Content-Encoding`.", headers=_CODINGS)
+            return self._refusals.answer(request, error)
+        return await self._admitted(request)
+
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         found = find(request.path)
+        error: GatewayError | None = None
         if found is None:
-            return failure(UnknownPath(f"The gateway does not know the path `{request.path[:256]}`."), "")
+            error = UnknownPath(f"The gateway does not know the path `{request.path[:256]}`.")
+        elif request.method not in found.path.methods:
+            allowed = ", ".join(found.path.methods)
+            error = MethodNotAllowed(f"`{request.path}` takes {allowed}.", headers={"Allow": allowed})
+        elif refusal := _REFUSALS.get(found.path.kind):
+            error = refusal(f"`{request.path}` is not passed to engines: {found.path.why}.")
+        if found is None or error is not None:
+            assert error is not None
+            tenant = request.get(TENANT)
+            return self._refusals.answer(request, error, tenant.name if tenant else "")
         path = found.path
-        if request.method not in path.methods:
-            return _text(405, "Method Not Allowed", Allow=", ".join(path.methods))
-        if refusal := _REFUSALS.get(path.kind):
-            return failure(refusal(f"`{request.path}` is not passed to engines: {path.why}."), "")
         if path.kind is Kind.OWN:
             return await _OWN[request.path](self, request)
         return await self.exchanges.run(request, found)

@@ -39,7 +39,7 @@ from vllm_llumnix.transport_faults import mooncake_faults, nixl_faults
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ACCEPTABLE = ("vllm", "device", "parallel")
+ACCEPTABLE = ("vllm", "device", "attention", "parallel")
 """Facts of engines that may differ, by their names in `engine.facts`."""
 INSTANCE_TYPES = tuple(map(str, InferType))
 TRANSPORTS = ("auto", "local", "tcp", "mooncake", "nixl")
@@ -115,9 +115,10 @@ class LlumletConfig(CredentialFiles):
     accept: tuple[str, ...] = _llumlet.setting(
         (),
         kinds.several(kinds.one_of(ACCEPTABLE), "|".join(ACCEPTABLE) + ",..."),
-        "In what engines may differ that exchange requests: in the release of vLLM, the kind of GPU or CPU, the number "
-        "of workers that a model is split over. They round differently, so that a request may go on with other tokens "
-        "than it would have had unmoved. All of them must be given the same.",
+        "Differences to tolerate between engines that exchange requests: the release of vLLM, the kind of GPU or CPU, "
+        "the attention backend, the number of workers that a model is split over. Such engines round differently, so "
+        "that a moved request may go on with other tokens than it would have had unmoved. Use the same value on every "
+        "engine. Empty tolerates none.",
     )
     nixl_devices: str = _llumlet.setting(
         "",

@@ -61,7 +61,7 @@ def caches(**quantised: torch.dtype) -> str:
     assert len({spec.page_size_bytes for spec in specs.values()}) == 1
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
-    return caches_of(SimpleNamespace(kv_cache_config=config))
+    return caches_of(SimpleNamespace(kv_cache_config=config), {})
 
 
 def test_every_layer_counts() -> None:
@@ -76,7 +76,7 @@ def test_how_much_of_a_token_is_kept_counts() -> None:
         )
         group = KVCacheGroupSpec(["first"], spec)
         config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
-        return caches_of(SimpleNamespace(kv_cache_config=config))
+        return caches_of(SimpleNamespace(kv_cache_config=config), {})
 
     assert len({compressed(1), compressed(4)}) == 2
 
@@ -96,7 +96,14 @@ def test_every_part_of_a_watermark_counts() -> None:
     assert len({watermark_of(WatermarkConfig(**{"key": 7, **other})) for other in ({}, *others)}) == 5
 
 
-TOKENS = {"vllm": "0.32.0", "device": "cpu amx", "parallel": "TP 2", "model": "#12", "parameters": "#34"}
+TOKENS = {
+    "vllm": "0.32.0",
+    "device": "cpu amx",
+    "attention": "CPU_ATTN",
+    "parallel": "TP 2",
+    "model": "#12",
+    "parameters": "#34",
+}
 CACHE = {
     "block_size": "32",
     "pages": "#56",
@@ -104,6 +111,7 @@ CACHE = {
     "pipeline_and_context_parallel": "",
     "layout": "HNC",
     "arrangement": "",
+    "attention_backend": "FLASH_ATTN",
 }
 
 
@@ -120,6 +128,14 @@ def test_each_difference_is_told() -> None:
     assert facts().why_not_cache(facts(block_size="16")) == "block size: 32 here, 16 at the source"
     assert facts().digest == facts(block_size="16").digest
     assert facts().cache_digest != facts(block_size="16").cache_digest
+
+
+def test_another_attention_backend_rounds_differently_and_fills_pages_in_its_own_way() -> None:
+    theirs = facts(attention="FLASHINFER", attention_backend="FLASHINFER")
+    assert facts().why_not_tokens(theirs) == (
+        "attention: CPU_ATTN here, FLASHINFER at the source, see --llumlet-accept attention"
+    )
+    assert facts().why_not_cache(theirs) == "attention backend: FLASH_ATTN here, FLASHINFER at the source"
 
 
 def test_movers_know_how_many_workers_there_are() -> None:

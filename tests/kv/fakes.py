@@ -239,6 +239,7 @@ class FullAttentionSpec:
         self.page_size_bytes = self.unpadded_page_size_bytes = page_size_bytes
         self.dtype = np.dtype(dtype)
         self.num_kv_heads, self.block_size = num_kv_heads, block_size
+        self.num_head_slots = None
 
 
 class UniformTypeKVCacheSpecs:

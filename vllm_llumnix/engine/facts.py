@@ -64,10 +64,12 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         "DCP": parallel.decode_context_parallel_size,
     }
     stages = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    attention = " ".join(sorted({mover.attention for mover in movers}))
     devices = sorted({f"{mover.device} {mover.isa}" for mover in movers})
     tokens = {
         "vllm": f"{vllm.__version__} with patches {state.current().digest}",
         "device": ", ".join(devices),
+        "attention": attention,
         "parallel": " ".join([f"TP {parallel.tensor_parallel_size}", *stages]),
         "model": "#" + " ".join(sorted({mover.config for mover in movers})),
         "weights": f"#{sum(mover.common_weights for mover in movers) % 2**32:08x}",
@@ -96,8 +98,9 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         LAYOUT: ", ".join(sorted({layout.interior for layout in layouts})),
         STAGES: f"{' '.join(stages)} in turns of {parallel.cp_kv_cache_interleave_size}" if stages else "",
         TENSOR_PARALLEL: parallel.tensor_parallel_size,
-        # Of the inside of a page: the kernels of CPUs have one each, those of GPUs one for all.
+        # Of the inside of a page: the kernels of CPUs have one for each kind, those of GPUs one for each backend.
         ARRANGEMENT: ", ".join(device for device in devices if device.startswith("cpu")),
+        "attention_backend": attention,
         "written_as_by_vllm": WRITTEN_AS_BY.get(vllm.__version__, vllm.__version__),
         "kinds_of_caches": named(sorted({mover.caches for mover in movers})),
         PAGES: named([[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts]),

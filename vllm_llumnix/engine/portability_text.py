@@ -157,7 +157,13 @@ token is copied by itself; with tokens alone where block sizes differ as well, a
 | the release of vLLM or of this package | refused, unless all have `--llumlet-accept vllm`; then live between \
 0.32 and 0.33, both ways, and with tokens alone between releases that write another KV cache | `test_rolling_update`, \
 by `make test-next`: greedy, seeded and guided, a drain, a death |
-| the kind of GPU or CPU | refused, unless all have `--llumlet-accept device`; then live between GPUs | by reading |
+| the kind of GPU or CPU | refused, unless all have `--llumlet-accept device`; then live between GPUs with the same \
+attention backend | by reading |
+| the attention backend | refused, unless all have `--llumlet-accept attention`; then with tokens alone: backends fill \
+a page each in its own way | `test_facts`, `test_kv_page_interior` |
+| how a backend divides a block (kernel blocks smaller than the block, with heads outermost; slots of its own for \
+heads, as in NVFP4) | live between equal ones; with tokens alone otherwise, and where block sizes or tensor parallel \
+sizes differ | `test_kv_page_interior`: against vLLM's own views |
 | tensor parallel size | refused, unless all have `--llumlet-accept parallel`; then live, if the workers of each \
 engine share the KV heads out evenly; latents, states and replicated heads stay behind | `test_ranks`: 2 to 1 and \
 back; `test_cuts` |

@@ -101,8 +101,8 @@ class MoverInfo(msgspec.Struct, frozen=True):
     attention kernels arrange the inside of a page; bytes mean the same only between equal values. weights: fingerprint
     of this rank's part of the model's parameters; common_weights: this rank's part of one that does not depend on how
     the model is split. config: a name for the model's configuration. caches: what each layer keeps of a token, see
-    `vllm_cache`. copied_by: the backend of `kernels` that proved right here, empty if no block can be moved;
-    passed_over: what would have come before it, and why it does not.
+    `vllm_cache`. attention: the backends that keep it. copied_by: the backend of `kernels` that proved right here,
+    empty if no block can be moved; passed_over: what would have come before it, and why it does not.
     """
 
     rank: int
@@ -115,6 +115,7 @@ class MoverInfo(msgspec.Struct, frozen=True):
     common_weights: int = 0
     config: str = ""
     caches: str = ""
+    attention: str = ""
     copied_by: str = ""
     passed_over: tuple[str, ...] = ()
 

@@ -46,8 +46,8 @@ def arrangement_of(worker: Worker, device: str) -> str:
 
 def layout_of(model_runner: ModelRunner, arrangement: str = "", layers: Mapping[str, Any] | None = None) -> BlockLayout:
     """The layout of a model runner's KV cache: `kv_cache_config`, and the storage of `kv_caches`. `arrangement`: as
-    `arrangement_of` says it; without, tokens within a page are not told apart. `layers`: those with a state, if drafts
-    are computed beside it, by their names.
+    `arrangement_of` says it; without, tokens within a page are not told apart. `layers`: vLLM's attention layers by
+    name, with what they know of the inside of their pages.
 
     Groups of layers share the memory: which of them a block belongs to is another matter for each block. A page of the
     layout is a place for one of any group.
@@ -77,7 +77,8 @@ def layout_of(model_runner: ModelRunner, arrangement: str = "", layers: Mapping[
     if len(config.kv_cache_groups) > 1:
         regions = _overlaid(regions, blocks_outside=layout.startswith("B"))
     specs = list(spec_of.values())
-    heads, tokens = _heads_and_tokens(specs, layout)
+    split = any(_kernel_states(spec, (layers or {}).get(name), layout) for name, spec in spec_of.items())
+    heads, tokens = (0, 0) if split else _heads_and_tokens(specs, layout)
     return BlockLayout(
         base=storage.data_ptr(),
         storage_bytes=storage.nbytes(),
@@ -171,15 +172,16 @@ def _strips(
 
 
 def _heads_and_tokens(specs: Sequence[KVCacheSpec], layout: str) -> tuple[int, int]:
-    """How many every page has; nothing where they differ, pages have more in them than keys and values, or layers of
-    several groups are taken for one page."""
+    """How many every page has; nothing where they differ, pages have more in them than keys and values, layers of
+    several groups are taken for one page, or the backend has slots of its own instead of one for each head: FlashInfer
+    keeps all keys before all values in NVFP4, and B12X a plane of each."""
     shapes = set()
     for spec in specs:
         if _kinds_of(spec).isdisjoint(_OF_HEADS) or not _kinds_of(spec).isdisjoint(_NOT_OF_HEADS):
             return 0, 0
         attention = cast(AttentionSpec, spec)
-        padded = attention.page_size_bytes != attention.unpadded_page_size_bytes
-        shapes.add((0, 0) if padded else (attention.num_kv_heads, attention.block_size))
+        plain = attention.page_size_bytes == attention.unpadded_page_size_bytes and attention.num_head_slots is None
+        shapes.add((attention.num_kv_heads, attention.block_size) if plain else (0, 0))
     mixed = len(shapes) != 1 or (layout.startswith("B") and len({*map(type, specs)}) > 1)
     return (0, 0) if mixed else shapes.pop()
 
@@ -213,17 +215,40 @@ def _element_bytes(spec: KVCacheSpec) -> int:
     return min(int(dtype.itemsize) for dtype in dtypes)
 
 
-def caches_of(model_runner: ModelRunner) -> str:
-    """Eight hex digits that tell caches apart whose pages have equal sizes: kind, data type, quantisation and size of
-    what is kept, and of how many tokens, of every layer, in their order. Blocks and shares of heads may differ."""
-    digest = 0
-    for group in model_runner.kv_cache_config.kv_cache_groups:
-        for layer, spec in _spec_of(group).items():
+def _kernel_states(spec: KVCacheSpec, layer: Any, layout: str | None) -> int:
+    """Tokens of a kernel block where a page has several and the heads of each lie behind those of the one before it; 0
+    where the page's tokens follow each other as if it were one. `layer`: vLLM's, None if not known."""
+    cache = getattr(layer, "kv_cache", None)
+    if not isinstance(cache, torch.Tensor) or cache.ndim < 3 or not (layout or "").endswith("HNC"):
+        return 0
+    in_kernel_block: int = cache.shape[-2]
+    return in_kernel_block if in_kernel_block != getattr(spec, "num_states", in_kernel_block) else 0
+
+
+def caches_of(model_runner: ModelRunner, layers: Mapping[str, Any]) -> str:
+    """Eight hex digits that tell caches apart whose pages have equal sizes, by what every layer keeps in them: kind,
+    data type, quantisation and size, and of how many tokens; and by how its backend packs that. Blocks and shares of
+    heads may differ where each head and token has a place of its own. `layers`: as in `layout_of`."""
+    digest, config = 0, model_runner.kv_cache_config
+    for group in config.kv_cache_groups:
+        for name, spec in _spec_of(group).items():
+            layer = layers.get(name)
             mode = getattr(spec, "kv_quant_mode", None)
             described = f"{type(spec).__name__} {getattr(spec, 'dtype', None)} {getattr(mode, 'name', mode)}"
             described += f" {getattr(spec, 'head_size', None)} of {getattr(spec, 'tokens_per_state', 1)}"
-            digest = zlib.crc32(f"{layer} {described}\n".encode(), digest)
+            packed = [getattr(spec, field, None) for field in ("head_size_v", "num_head_slots", "state_content_bytes")]
+            described += f" {packed} {_kernel_states(spec, layer, config.kv_cache_layout)} {_backend_of(layer)}"
+            digest = zlib.crc32(f"{name} {described}\n".encode(), digest)
     return f"{digest:08x}"
+
+
+def backends_of(layers: Mapping[str, Any]) -> str:
+    """vLLM's names of the attention backends of all layers."""
+    return "+".join(sorted({_backend_of(layer) for layer in layers.values()} - {""}))
+
+
+def _backend_of(layer: Any) -> str:
+    return str(layer.get_attn_backend().get_name()) if hasattr(layer, "get_attn_backend") else ""
 
 
 def _spec_of(group: KVCacheGroup) -> dict[str, KVCacheSpec]:

@@ -46,6 +46,11 @@ class AttentionSpec(KVCacheSpec, Protocol):
     def head_size(self) -> int: ...
 
     @property
+    def num_head_slots(self) -> int | None:
+        """Where its backend does not keep one for each KV head."""
+        ...
+
+    @property
     def unpadded_page_size_bytes(self) -> int: ...
 
 
@@ -102,7 +107,7 @@ class ModelRunner(Protocol):
 
 class CompilationConfig(Protocol):
     static_forward_context: Mapping[str, object]
-    """Layers by name. Those with attention on a CPU have `isa`."""
+    """Layers by name. Those with attention have a backend and a view of the KV memory; on a CPU, `isa`."""
 
 
 class ModelConfig(Protocol):

@@ -18,7 +18,7 @@ from vllm_llumnix.kv.grants import CAPTURES
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS
 from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.vllm_cache import arrangement_of, caches_of, has_states
+from vllm_llumnix.kv.vllm_cache import arrangement_of, backends_of, caches_of, has_states
 from vllm_llumnix.kv.vllm_types import ModelRunner, SchedulerOutput, Sleeper, Worker, WorkerWrapper
 from vllm_llumnix.thinking_budget import BudgetHolder, sync_with_history
 
@@ -51,6 +51,7 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
         _permit_amx()
     plane = DataPlane(worker, settings)
     tensor_parallel = worker.vllm_config.parallel_config.tensor_parallel_size
+    layers = worker.vllm_config.compilation_config.static_forward_context
     if device == "cuda":
         _watch_sleep(worker)
         _watch_captures(worker)
@@ -72,7 +73,8 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
             weights=fingerprint(worker.model_runner.model),
             common_weights=common_fingerprint(worker.model_runner.model, worker.rank % tensor_parallel),
             config=text_config_of(worker.vllm_config.model_config),
-            caches=caches_of(worker.model_runner),
+            caches=caches_of(worker.model_runner, layers),
+            attention=backends_of(layers),
             copied_by=plane.choice.backend if plane.choice else "",
             passed_over=plane.choice.passed_over if plane.choice else (),
         )

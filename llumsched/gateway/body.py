@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from llumsched.gateway.errors import InvalidRequest
-from llumsched.gateway.forms import model_of
+from llumsched.gateway.forms import fields_of
 from llumsched.gateway.objectives import NONE, Objectives
 from llumsched.request import Priority, Request
 
@@ -33,7 +33,13 @@ class Head(msgspec.Struct):
     tools: Any = None
     include_reasoning: Any = None
     previous_response_id: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
+    sampling_params: Any = None
     priority: Priority | None = None
+    transfers: Any = None
+    """The field by which an engine would move caches for the client; empty: none. Written when a body has been read."""
 
 
 Content = tuple[bytes | bytearray | memoryview, ...]
@@ -43,9 +49,14 @@ PRIORITY_HEADERS: Final = ("X-Priority", "X-Vllm-Priority")
 """What a client, or who speaks for it, may say in the place of the body's `priority`: the first of these that is there.
 """
 
+_TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
+"""Fields that have an engine fetch, or keep, a KV or encoder cache: they name hosts, ports and blocks, perhaps another
+client's. Engines read them of the arguments for extensions, too."""
+
 _HEAD = msgspec.json.Decoder(Head, strict=False)
 """Not strict, as engines are not: "-1" is a number."""
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
+_ANYTHING = msgspec.json.Decoder(Any)
 
 _T = TypeVar("_T")
 
@@ -62,7 +73,20 @@ def _checked(head: Head) -> Head:
         raise InvalidRequest("`model` must be a string.")
     if len(head.model or "") > _MOST_MODEL_CHARACTERS:
         raise InvalidRequest(f"`model` has more than {_MOST_MODEL_CHARACTERS} characters.")
+    head.transfers = _transfers(head)
+    for name in (*_TRANSFERS, "vllm_xargs", "sampling_params"):
+        setattr(head, name, None)
     return head
+
+
+def _transfers(head: Head) -> str:
+    extra = head.sampling_params.get("extra_args") if isinstance(head.sampling_params, dict) else None
+    own = {name: getattr(head, name) for name in _TRANSFERS}
+    for place, given in (("", own), ("vllm_xargs.", head.vllm_xargs), ("sampling_params.extra_args.", extra)):
+        for name in _TRANSFERS:
+            if isinstance(given, dict) and given.get(name):
+                return place + name
+    return ""
 
 
 class Prompt(NamedTuple):
@@ -92,7 +116,11 @@ class Body:
     @classmethod
     def read_form(cls, content: bytes | bytearray, content_type: str) -> Body:
         """A body of a multipart form. Raises InvalidRequest."""
-        return cls(content, _checked(Head(model=model_of(content, content_type) or None)))
+        fields = fields_of(content, content_type, ("model", "vllm_xargs"))
+        head = Head(model=fields.get("model") or None)
+        if "vllm_xargs" in fields:
+            head.vllm_xargs = _decoded(_ANYTHING, fields["vllm_xargs"].encode())
+        return cls(content, _checked(head))
 
     def prioritized(self, said: tuple[str, str] | None, *, in_body: bool) -> Body:
         """The request with the priority that a header (its name and value) says, if there is one, before that of its

@@ -97,6 +97,12 @@ class Config:
         kinds.file(read_keys),
         "keys of clients, and what each may ask for (JSON); without it nobody is asked for one",
     )
+    trust_transfer_params: bool = _listening.setting(
+        False,
+        SWITCH,
+        "pass clients' `kv_transfer_params` and `ec_transfer_params` to engines, which read caches of the hosts named "
+        "there; false: such requests get 403",
+    )
     ssl_certfile: str = _listening.setting("", kinds.file(kinds.is_file), "certificate to listen with (PEM)")
     ssl_keyfile: str = _listening.setting("", kinds.file(read_secret), "its private key (PEM)")
     insecure: bool = _listening.setting(False, SWITCH, "listen beyond this machine without keys or TLS")

@@ -127,6 +127,8 @@ class Exchanges:
             body = Body.read_form(content, request.headers.get("Content-Type", ""))
         else:
             body = await self._services.tokens.read(content)
+        if body.head.transfers and not self._config.trust_transfer_params:
+            raise errors.Forbidden(f"`{body.head.transfers}` is not passed on: it makes engines read others' caches.")
         said = next(((name, request.headers[name]) for name in PRIORITY_HEADERS if name in request.headers), None)
         return body.prioritized(said, in_body=not found.path.is_form)
 

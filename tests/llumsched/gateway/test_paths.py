@@ -25,7 +25,7 @@ from llumsched.causes import Cause
 from llumsched.gateway import prompts
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.endpoints import Endpoint
-from llumsched.gateway.forms import model_of
+from llumsched.gateway.forms import fields_of
 from llumsched.gateway.paths import PATHS, Kind, Style, find
 from llumsched.gateway.server import _OWN
 from llumsched.gateway.stored import StoredResponses
@@ -254,15 +254,20 @@ async def test_a_form_passes_as_its_bytes_to_an_engine_of_its_model() -> None:
         assert (await it.post(TRANSCRIPTIONS, b"no form")).status == 200  # an engine's to refuse
 
 
+def _model_of(content: bytes, content_type: str) -> str:
+    return fields_of(content, content_type, ["model"]).get("model", "")
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.text(max_size=40))
 def test_no_bytes_upset_the_reading_of_a_form(content: bytes, boundary: str) -> None:
+    boundary = boundary[:17]
     content = content.replace(b"|", b"\r\n--b\r\n")
-    assert isinstance(model_of(content, f"multipart/form-data; boundary={boundary}"), str)
+    assert isinstance(_model_of(content, f"multipart/form-data; boundary={boundary}"), str)
     whole = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b\r\n\r\n' + content + b"\r\n--b--\r\n"
     if b"model" not in content:
-        assert model_of(whole, 'multipart/form-data; boundary="b"') == "m"
-    assert model_of(whole, "application/json") == ""
+        assert _model_of(whole, 'multipart/form-data; boundary="b"') == "m"
+    assert _model_of(whole, "application/json") == ""
 
 
 def test_the_length_of_a_prompt_is_guessed_from_its_texts_and_numbers() -> None:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Self, TypeVar, cast
+from typing import Final, Self, TypeVar, cast
 
 import grpc
 from grpc import aio
 
 from llumlet import types
-from llumlet.credentials import NONE, Credentials
+from llumlet.credentials import NONE, Credentials, RenewedChannel
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
 from llumlet.proto.llumlet_pb2_grpc import LlumletStub, PeerStub
 from llumlet.status_codes import REASON_METADATA
@@ -72,16 +71,14 @@ class LlumletClient:
         self.address = str(parsed)
         self._deadlines = deadlines
         self._credentials = credentials
-        self._open = functools.partial(credentials.channel, parsed)
-        self._connection: _Connection | None = None
+        self._channel = RenewedChannel(credentials, parsed)
         self._calls = 0
         self._idle: asyncio.TimerHandle | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        self._rest()
-        if self._closing is not None:
-            await self._closing
+        if self._idle is not None:
+            self._idle.cancel()
+        await self._channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -211,17 +208,11 @@ class LlumletClient:
 
     @property
     def _llumlet(self) -> LlumletStub:
-        return self._connected().llumlet
+        return LlumletStub(self._channel.get())
 
     @property
     def _peer(self) -> PeerStub:
-        return self._connected().peer
-
-    def _connected(self) -> _Connection:
-        if self._connection is None:
-            channel = self._open()
-            self._connection = _Connection(channel, LlumletStub(channel), PeerStub(channel))
-        return self._connection
+        return PeerStub(self._channel.get())
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -233,21 +224,7 @@ class LlumletClient:
         finally:
             self._calls -= 1
             if not self._calls:
-                self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._rest)
-
-    def _rest(self) -> None:
-        """Let go of the connection; the next call opens another."""
-        if self._idle is not None:
-            self._idle.cancel()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._closing = asyncio.get_running_loop().create_task(connection.channel.close(None))
-
-
-class _Connection(NamedTuple):
-    channel: aio.Channel
-    llumlet: LlumletStub
-    peer: PeerStub
+                self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._channel.rest)
 
 
 def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:

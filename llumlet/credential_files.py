@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import ssl
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from llumlet.kinds import Faulty, Kind
-from llumlet.secret_files import read_file
+from llumlet.secret_files import Current, read_file
 from llumlet.settings import Group
 from llumlet.tokens import MIN_TOKEN_CHARACTERS
 
@@ -46,38 +47,65 @@ class CredentialFiles:
         variable="LLUMNIX_TOKEN_FILE",
     )
 
-    def read_tls(self) -> dict[str, bytes]:
-        """The contents of the TLS files by field, empty for what is not used. Raises CredentialsError."""
+    def tls(self) -> Current[Tls] | None:
+        """The TLS files; None without any. Raises CredentialsError."""
+        paths = [getattr(self, name) for name in _TLS]
+        if all(paths):
+            return Current(_read_tls, "llumlets' certificate, key and authority", *paths)
         faults: list[str] = []
-        contents: dict[str, bytes] = {}
-        paths = {name: getattr(self, name) for name in _TLS}
-        if any(paths.values()) and not all(paths.values()):
-            flags = ", ".join(flag(name) for name, path in paths.items() if not path)
+        if any(paths):
+            flags = ", ".join(flag(name) for name, path in zip(_TLS, paths, strict=True) if not path)
             faults.append(f"mutual TLS needs {flags} as well")
-        for name, path in paths.items():
-            try:
-                contents[name] = read_file(path, is_secret=name == "tls_key") if path else b""
-            except ValueError as error:
-                faults.append(f"{flag(name)} {error}")
-        if not faults and all(paths.values()):
-            faults += self._tls_faults()
+        _read_all(dict(zip(_TLS, paths, strict=True)), faults)
         if faults:
             raise CredentialsError(faults)
-        return contents
+        return None
 
-    def _tls_faults(self) -> list[str]:
-        """What gRPC would only say to its log, at the first connection."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Contents of the TLS files, which fit each other. The representation shows none of it."""
+
+    certificate: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    authority: bytes = field(repr=False)
+
+
+def _read_tls(cert: str, key: str, ca: str) -> Tls:
+    """Raises CredentialsError."""
+    faults: list[str] = []
+    contents = _read_all({"tls_cert": cert, "tls_key": key, "tls_ca": ca}, faults)
+    if not faults:
+        faults += _tls_faults(cert, key, ca)
+    if faults:
+        raise CredentialsError(faults)
+    return Tls(contents["tls_cert"], contents["tls_key"], contents["tls_ca"])
+
+
+def _read_all(paths: Mapping[str, str], faults: list[str]) -> dict[str, bytes]:
+    """The contents of the files that are named, by field; `faults` gets what is wrong with the others."""
+    contents: dict[str, bytes] = {}
+    for name, path in paths.items():
         try:
-            context.load_verify_locations(self.tls_ca)
-        except (OSError, ValueError) as error:
-            return [f"{flag('tls_ca')} {self.tls_ca} holds no certificates: {error}"]
-        try:
-            # A key with a passphrase is refused, not asked for at a terminal that may not be there.
-            context.load_cert_chain(self.tls_cert, self.tls_key, password="")
-        except (OSError, ValueError) as error:
-            return [f"{flag('tls_cert')} {self.tls_cert} and {flag('tls_key')} {self.tls_key} do not fit: {error}"]
-        return []
+            contents[name] = read_file(path, is_secret=name == "tls_key") if path else b""
+        except ValueError as error:
+            faults.append(f"{flag(name)} {error}")
+    return contents
+
+
+def _tls_faults(cert: str, key: str, ca: str) -> list[str]:
+    """The faults that gRPC would only write to its log, at the first connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ValueError) as error:
+        return [f"{flag('tls_ca')} {ca} holds no certificates: {error}"]
+    try:
+        # A key with a passphrase is refused, not asked for at a terminal that may not be there.
+        context.load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as error:
+        return [f"{flag('tls_cert')} {cert} and {flag('tls_key')} {key} do not fit: {error}"]
+    return []
 
 
 def flag(name: str) -> str:

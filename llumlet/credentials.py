@@ -7,6 +7,7 @@ Only paths travel between processes. The contents are read where they are used, 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -14,13 +15,15 @@ from typing import Final, Self
 import grpc
 from grpc import aio
 
-from llumlet.credential_files import CredentialFiles, CredentialsError, flag
+from llumlet.credential_files import CredentialFiles, CredentialsError, Tls, flag
 from llumlet.roles import ALL, Role
 from llumlet.secret_files import Current
 from llumlet.tokens import Tokens, read_peers_tokens, read_tokens
 from llumlet.types import MAX_MESSAGE_BYTES, Address
 
 TOKEN_METADATA: Final = "authorization"
+_LONGEST_CALL_S: Final = 3600.0
+"""Time after which calls on a channel with former certificates are ended: the longest deadline of all calls."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -38,11 +41,9 @@ _OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Contents of the credential files; empty for what is not used. Their representation shows none of it."""
+    """The credential files; None for what is not used. The representation shows nothing of their contents."""
 
-    certificate: bytes = field(default=b"", repr=False)
-    key: bytes = field(default=b"", repr=False)
-    authority: bytes = field(default=b"", repr=False)
+    tls_files: Current[Tls] | None = field(default=None, repr=False, compare=False)
     token_file: Current[Tokens] | None = field(default=None, repr=False, compare=False)
     role: Role = Role.PEER
     """The role whose token this process shows."""
@@ -50,29 +51,30 @@ class Credentials:
     @classmethod
     def load(cls, files: CredentialFiles, role: Role = Role.PEER) -> Self:
         """Reads the files. Raises CredentialsError."""
-        faults, tls, tokens = [], dict[str, bytes](), None
+        faults, tls, tokens = [], None, None
         try:
-            tls = files.read_tls()
+            tls = files.tls()
         except CredentialsError as error:
             faults += error.faults
         try:
             if files.token_file:
                 reader = read_peers_tokens if role is Role.PEER else read_tokens
-                tokens = Current(files.token_file, reader, "llumlets' tokens")
+                tokens = Current(reader, "llumlets' tokens", files.token_file)
         except ValueError as error:
             faults.append(f"{flag('token_file')} {error}")
         if faults:
             raise CredentialsError(faults)
-        return cls(tls["tls_cert"], tls["tls_key"], tls["tls_ca"], tokens, role)
+        return cls(tls, tokens, role)
 
     @property
-    def tls(self) -> bool:
-        return bool(self.certificate)
+    def tls(self) -> Tls | None:
+        """The certificate, key and authority that the files have now; None without files."""
+        return self.tls_files.value if self.tls_files else None
 
     @property
     def complete(self) -> bool:
         """Whether both ends of every connection are authenticated, and it is encrypted."""
-        return self.tls and self.token_file is not None
+        return self.tls_files is not None and self.token_file is not None
 
     @property
     def tokens(self) -> Tokens | None:
@@ -103,24 +105,80 @@ class Credentials:
         return tokens.roles(token) if scheme == "Bearer" else frozenset()
 
     def channel(self, address: Address) -> aio.Channel:
-        """A channel to a llumlet, opened by its first call. Every client's channel is made here.
+        """A channel to a llumlet, opened by its first call, with the files as they are now. Every client's channel is
+        made here.
 
         The scheme is written out: a host called `unix` would be taken for one.
         """
-        target = f"dns:///{address}"
-        if not self.tls:
+        target, tls = f"dns:///{address}", self.tls
+        if tls is None:
             return aio.insecure_channel(target, options=_OPTIONS)
-        credentials = grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+        credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
         return aio.secure_channel(target, credentials, options=_OPTIONS)
 
     def listen(self, server: aio.Server, address: str) -> int:
-        """Add a port to `server` and return its number. Raises RuntimeError if it cannot be had."""
-        if not self.tls:
+        """Add a port to `server` and return its number. Raises RuntimeError if it cannot be had.
+
+        Each handshake asks for the files as they are then; connections that are open go on."""
+        known = self.tls
+        if known is None:
             return server.add_insecure_port(address)
-        credentials = grpc.ssl_server_credentials(
-            [(self.key, self.certificate)], root_certificates=self.authority, require_client_auth=True
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal known
+            if (now := self.tls) is known or now is None:
+                return None
+            known = now
+            return _configuration_of(now)
+
+        credentials = grpc.dynamic_ssl_server_credentials(
+            _configuration_of(known),
+            changed,  # type: ignore[arg-type]  # the stubs forget that None keeps what there is
+            require_client_authentication=True,
         )
         return server.add_secure_port(address, credentials)
+
+
+def _configuration_of(tls: Tls) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], root_certificates=tls.authority)
+
+
+class RenewedChannel:
+    """A channel to one address that is made anew when the TLS files change. Belongs to one event loop."""
+
+    def __init__(self, credentials: Credentials, address: Address) -> None:
+        self._credentials = credentials
+        self._address = address
+        self._channel: aio.Channel | None = None
+        self._tls: Tls | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self) -> aio.Channel:
+        """The channel for a call that begins now. Calls on a former one go on."""
+        if self._channel is not None and self._tls is not self._credentials.tls:
+            self._let_go(_LONGEST_CALL_S)
+        if self._channel is None:
+            self._tls = self._credentials.tls
+            self._channel = self._credentials.channel(self._address)
+        return self._channel
+
+    def rest(self) -> None:
+        """Let go of the channel and end its calls; the next call opens another."""
+        self._let_go(None)
+
+    async def close(self) -> None:
+        """Ends all calls of this channel, and waits no longer for those of former ones."""
+        for former in self._closing:
+            former.cancel()
+        self._let_go(None)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _let_go(self, grace_s: float | None) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            closing = asyncio.get_running_loop().create_task(channel.close(grace_s))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
 
 NONE: Final = Credentials()

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from grpc import aio
 
 from llumlet.client import failure_of
-from llumlet.credentials import Credentials
+from llumlet.credentials import Credentials, RenewedChannel
 from llumlet.peers import MAX_PEERS
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.report_links import LinkLost
@@ -37,19 +37,15 @@ class CmsDirectory:
     def __init__(self, address: Address, credentials: Credentials) -> None:
         self._address = address
         self._credentials = credentials
-        self._channel: aio.Channel | None = None
+        self._channel = RenewedChannel(credentials, address)
 
     async def peers(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
-        if self._channel is None:
-            self._channel = self._credentials.channel(self._address)
         request = PeersRequest(instance_ids=own_ids, compatibility_digest=digest, number=MAX_PEERS)
         metadata = self._credentials.call_metadata
         try:
-            return await CmsStub(self._channel).Peers(request, metadata=metadata, timeout=LOOK_S)
+            return await CmsStub(self._channel.get()).Peers(request, metadata=metadata, timeout=LOOK_S)
         except aio.AioRpcError as error:
             raise LinkLost(failure_of(error, str(self._address)).detail) from error
 
     async def close(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(None)
+        await self._channel.close()

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with secrets, which not everybody may read. Standard library only."""
+"""Files with secrets and certificates: who may read them, and how a change of them is taken. Standard library only."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+from weakref import WeakSet
 
 _log = logging.getLogger(__name__)
 LOOK_S: Final = 1.0
@@ -21,6 +23,14 @@ T = TypeVar("T")
 def read_secret(path: str) -> bytes:
     """The contents. Raises ValueError, which never holds them, if the file cannot or must not be used."""
     return read_file(path, is_secret=True)
+
+
+def read_word(path: str) -> str:
+    """The one word of a file with a secret. Raises ValueError, which never holds it."""
+    word = read_secret(path).decode(errors="replace").strip()
+    if not re.fullmatch(r"[!-~]+", word):
+        raise ValueError(f"{path} does not hold one word of printable ASCII characters")
+    return word
 
 
 def read_file(path: str, *, is_secret: bool) -> bytes:
@@ -35,53 +45,99 @@ def read_file(path: str, *, is_secret: bool) -> bytes:
 
 
 class Watched:
-    """Tells when a file may have another content than when it was asked last, also if a link was put in its place, as
-    Kubernetes does with secrets."""
+    """Tells when files may have another content than when they were asked last, also if a link was put in their place,
+    as Kubernetes does with secrets."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, *paths: str) -> None:
+        self.paths = paths
         self._seen = self._state()
 
     def has_changed(self) -> bool:
         seen, self._seen = self._seen, self._state()
         return seen != self._seen
 
-    def _state(self) -> tuple[int, ...] | None:
-        try:
-            found = os.stat(self.path)
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
+    def _state(self) -> list[tuple[int, ...] | None]:
+        return [_state_of(path) for path in self.paths]
+
+
+def _state_of(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
 
 
 class Current(Generic[T]):
-    """What a file means, read again within a second of a change. A file that cannot be used any more changes nothing,
-    but is told in the log. Any thread may ask.
+    """The meaning of files that belong together, read again within a second of a change. Files that cannot be used any
+    more change nothing: the former value stays, the log says why once, and `num_refused` counts them. Any thread may
+    ask.
 
-    `read` and the constructor raise ValueError, which never holds a secret. `what`: for people, a plural.
+    `read` is given the paths. It and the constructor raise ValueError or OSError, which never hold a secret. `what`:
+    for people, a plural.
     """
 
-    def __init__(self, path: str, read: Callable[[str], T], what: str, clock: Callable[[], float] = time.monotonic):
-        self._file = Watched(path)
+    def __init__(
+        self, read: Callable[..., T], what: str, *paths: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._files = Watched(*paths)
         self._read = read
         self._what = what
         self._clock = clock
         self._looked_s = clock()
-        self._value = read(path)
+        self._value = read(*paths)
+        self.is_refused = False
+        """Whether the files, as they are now, cannot be used."""
+        _ALL.add(self)
 
     @property
     def value(self) -> T:
         now_s = self._clock()
         if now_s - self._looked_s > LOOK_S:
             self._looked_s = now_s
-            if self._file.has_changed():
+            if self._files.has_changed():
                 self._reload()
         return self._value
 
     def _reload(self) -> None:
         try:
-            self._value = self._read(self._file.path)
-        except ValueError as error:
+            self._value = self._read(*self._files.paths)
+        except (ValueError, OSError) as error:
+            self.is_refused = True
             _log.error("the %s stay as they were: %s", self._what, error)
         else:
+            self.is_refused = False
             _log.info("the %s were read again", self._what)
+
+
+_ALL: Final[WeakSet[Current[Any]]] = WeakSet()
+
+
+def num_refused() -> int:
+    """Looks at all files of this process, and counts those whose present content cannot be used."""
+    found = list(_ALL)
+    for current in found:
+        _ = current.value
+    return sum(current.is_refused for current in found)
+
+
+class Bearer(Mapping[str, str]):
+    """Headers that show the word that a file holds now; none without a file. Their representation shows none of it."""
+
+    def __init__(self, path: str, what: str) -> None:
+        """Raises ValueError for a file that holds no word."""
+        self._word = Current(read_word, what, path) if path else None
+
+    def __getitem__(self, name: str) -> str:
+        if self._word is None or name != "Authorization":
+            raise KeyError(name)
+        return f"Bearer {self._word.value}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(() if self._word is None else ("Authorization",))
+
+    def __len__(self) -> int:
+        return int(self._word is not None)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} secret headers>"

@@ -11,8 +11,7 @@ from typing import Final
 import aiohttp
 
 from llumlet import kinds
-from llumlet.kinds import Kind
-from llumlet.secret_files import read_secret
+from llumlet.secret_files import Bearer, read_word
 from llumlet.settings import Group
 from llumlet.types import Address
 from llumsched.gateway.endpoints import Endpoint
@@ -41,21 +40,10 @@ IN_CLEAR: Final = Access()
 """Access over plain HTTP, as nobody in particular."""
 
 
-def _token(path: str) -> str:
-    try:
-        return read_secret(path).decode("ascii").strip()
-    except UnicodeError:  # which would show what is there
-        raise ValueError(f"{path} holds no token") from None
-
-
 @dataclass(frozen=True, slots=True)
 class AccessSettings:
-    token: str = Group("").setting(
-        "",
-        Kind(_token, "FILE"),
-        "a token that the scheduler accepts of readers",
-        flag="--service-token-file",
-        secret=True,
+    token_file: str = Group("").setting(
+        "", kinds.file(read_word), "a token that the scheduler accepts of readers", flag="--service-token-file"
     )
     ca_file: str = Group("").setting(
         "",
@@ -66,5 +54,4 @@ class AccessSettings:
 
     @property
     def access(self) -> Access:
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return Access(headers, client_context(self.ca_file) if self.ca_file else None)
+        return Access(Bearer(self.token_file, "service token"), client_context(self.ca_file) if self.ca_file else None)

@@ -145,7 +145,7 @@ class ApiKeys:
             _log.info("%d names have API keys now", len(self._tenants))
 
     def _load(self) -> None:
-        allowances = read_keys(self._file.path)
+        allowances = read_keys(self._file.paths[0])
         tenants = {}
         for name, allowance in allowances.items():
             tenant = tenants[name] = self._tenants.get(name) or Tenant(name, allowance)

@@ -12,7 +12,7 @@ from typing import Final
 from llumlet import kinds
 from llumlet.kinds import SWITCH, Kind
 from llumlet.loopback import is_loopback
-from llumlet.secret_files import read_secret
+from llumlet.secret_files import read_secret, read_word
 from llumlet.setting_sources import Reading
 from llumlet.settings import Group
 from llumlet.types import Address
@@ -30,13 +30,6 @@ class AccessLog(enum.StrEnum):
 
 ROUND_ROBIN: Final = "round-robin"
 MOST_WORKERS: Final = 256
-
-
-def _word_of_file(path: str) -> str:
-    word = read_secret(path).decode(errors="replace").strip()
-    if not re.fullmatch(r"[!-~]+", word):
-        raise ValueError(f"{path} does not hold one word of printable ASCII characters")
-    return word
 
 
 def _policy(name: str) -> str:
@@ -133,12 +126,8 @@ class Config:
     backend_ca_file: str = _instances.setting(
         "", kinds.file(tls.checked_ca_file), "authorities of engines' certificates (PEM) instead of the system's"
     )
-    backend_api_key: str = _instances.setting(
-        "",
-        Kind(_word_of_file, "FILE"),
-        "the engines' own --api-key, sent to them instead of what clients send",
-        flag="--backend-api-key-file",
-        secret=True,
+    backend_api_key_file: str = _instances.setting(
+        "", kinds.file(read_word), "the engines' own --api-key, sent to them instead of what clients send"
     )
     scheduler_endpoints: tuple[Address, ...] = _instances.setting(
         (), kinds.several(_ADDRESS, "HOST:PORT,…"), "schedulers; the first that answers is asked"
@@ -155,12 +144,8 @@ class Config:
     service_token: str = _instances.setting(
         "", kinds.text("TEXT"), "sent to the scheduler as Authorization", secret=True
     )
-    service_token_of_file: str = _instances.setting(
-        "",
-        Kind(_word_of_file, "FILE"),
-        "a file with a token that the scheduler is shown",
-        flag="--service-token-file",
-        secret=True,
+    service_token_file: str = _instances.setting(
+        "", kinds.file(read_word), "a file with a token that the scheduler is shown"
     )
     models_refresh_s: float = _instances.setting(10.0, _TIME, "between two looks at what instances serve")
 
@@ -249,11 +234,6 @@ class Config:
         return Objectives(*(of.get(model, of.get("", 0.0)) for of in (self.ttft_slo_ms, self.tpot_slo_ms)))
 
     @property
-    def authorization(self) -> str:
-        """The header that schedulers are shown; empty: nothing."""
-        return f"Bearer {self.service_token_of_file}" if self.service_token_of_file else self.service_token
-
-    @property
     def asks_https(self) -> bool:
         """Whether an engine may be reached by https."""
         endpoints = self.backend_endpoints
@@ -314,5 +294,5 @@ def _template(config: Config) -> Iterator[str]:
 
 
 def _token(config: Config) -> Iterator[str]:
-    if config.service_token and config.service_token_of_file:
+    if config.service_token and config.service_token_file:
         yield "--service-token and --service-token-file: one of them"

@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from llumlet.secret_files import num_refused
 from llumsched.gateway.objectives import NONE, NOTHING_PREDICTED, Objectives, Predicted, Tally
 
 CLIENT_GONE: Final = 499
@@ -137,6 +138,11 @@ class Metrics:
         self._pending = self._gauge("gateway_pending_requests", "Requests that wait for an instance.")
         self._current = self._gauge("gateway_current_requests", "Requests in flight.")
         self._avoided = self._gauge("gateway_avoided_instances", "Get no new requests now.", mode="livemax")
+        self._refused_files = self._gauge(
+            "gateway_refused_files",
+            "Secrets and certificates whose new files cannot be used: the old ones serve.",
+            "livemax",
+        )
         self._uptime = self._gauge("uptime_seconds", "Since the process began.", mode="max")
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
@@ -170,6 +176,7 @@ class Metrics:
         self._current.set(num_in_flight)
         self._pending.set(num_waiting)
         self._avoided.set(num_avoided)
+        self._refused_files.set(num_refused())
         self._uptime.set(time.time() - self._started_s)
 
     @property

@@ -13,13 +13,14 @@ import random
 import ssl
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
 
+from llumlet.secret_files import Bearer
 from llumlet.tasks import cancel
 from llumlet.types import Address
 from llumsched.contract import (
@@ -91,9 +92,9 @@ class SchedulerAnswer:
 
 class SchedulerClient:
     def __init__(self, config: Config, session: aiohttp.ClientSession) -> None:
-        headers = {"Content-Type": "application/json"}
-        if config.authorization:
-            headers["Authorization"] = config.authorization
+        headers: Mapping[str, str] = Bearer(config.service_token_file, "service token")
+        if config.service_token:
+            headers = {"Authorization": config.service_token}
         self._timeout_s = config.schedule_timeout_s
         tls = client_context(config.scheduler_ca_file) if config.scheduler_ca_file else None
         self._schedulers = {
@@ -233,11 +234,12 @@ class _Scheduler:
     """One scheduler. It is told one thing after another: what was said later never arrives earlier."""
 
     def __init__(
-        self, address: Address, session: aiohttp.ClientSession, headers: dict[str, str], tls: ssl.SSLContext | None
+        self, address: Address, session: aiohttp.ClientSession, headers: Mapping[str, str], tls: ssl.SSLContext | None
     ) -> None:
         self.address = address
         self._endpoint = Endpoint(address, is_tls=tls is not None)
-        self._request = functools.partial(session.request, headers=headers, ssl=tls or True)
+        self._headers = headers
+        self._request = functools.partial(session.request, ssl=tls or True)
         self._reports: dict[str, dict[str, Report]] = {}
         """Newest report of each kind, by request."""
         self._releases: deque[bytes] = deque()
@@ -247,11 +249,12 @@ class _Scheduler:
         self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
-        async with self._request("POST", self._endpoint.url(path), data=body, timeout=limit) as answer:
+        headers = {"Content-Type": "application/json", **self._headers}
+        async with self._request("POST", self._endpoint.url(path), data=body, headers=headers, timeout=limit) as answer:
             return answer.status, await answer.read()
 
     def get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._request("GET", self._endpoint.url(path), timeout=_SHORT)
+        return self._request("GET", self._endpoint.url(path), headers=self._headers, timeout=_SHORT)
 
     def report(self, reports: Iterable[Report]) -> None:
         for report in reports:

@@ -16,6 +16,7 @@ from typing import Final, Self
 import msgspec
 from aiohttp import web
 
+from llumlet.secret_files import Bearer
 from llumlet.tasks import cancel, keep_running
 from llumsched import tls
 from llumsched.gateway.access_log import AccessLogger
@@ -98,7 +99,7 @@ class Gateway:
             raise
         engines_tls = tls.client_context(config.backend_ca_file) if config.asks_https else None
         self._session = new_session(config.connect_timeout_s, engines_tls)
-        access = Access(config.backend_api_key, checks_clients=bool(config.api_key_file))
+        access = Access(Bearer(config.backend_api_key_file, "key of engines"), checks_clients=bool(config.api_key_file))
         self._passes_keys = access.passes_clients
         self.backends = Backends(
             config.backend_endpoints,

@@ -12,7 +12,7 @@ import logging
 import math
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
@@ -45,19 +45,14 @@ _CLOSED_UNREAD_S = 1.0
 class Access:
     """The key with which engines are asked."""
 
-    own_key: str = field(default="", repr=False)
-    """The engines' own key; empty: none."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The engines' own key, as headers of the gateway's own requests and of clients'; empty: none."""
     checks_clients: bool = False
     """Whether clients' keys are the gateway's, and nobody else's business."""
 
     @property
     def passes_clients(self) -> bool:
-        return not self.own_key and not self.checks_clients
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the gateway's own requests."""
-        return {"Authorization": f"Bearer {self.own_key}"} if self.own_key else {}
+        return not self.headers and not self.checks_clients
 
 
 CLIENTS_OWN: Final = Access()
@@ -101,8 +96,7 @@ def request_head(
         lines.append(f"{ATTEMPT_HEADER}: {attempt_after(num_deaths)}".encode())
     if dp_rank is not None:
         lines.append(f"{RANK_HEADER}: {dp_rank}".encode())
-    if access.own_key:
-        lines.append(f"Authorization: Bearer {access.own_key}".encode())
+    lines += [f"{name}: {value}".encode() for name, value in access.headers.items()]
     withheld = b"" if access.passes_clients else AUTHORIZATION.encode()
     lines += [b"%b: %b" % (name, value) for name, value in client if name != withheld]
     return b"\r\n".join(lines) + b"\r\n\r\n"

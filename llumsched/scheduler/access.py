@@ -51,7 +51,7 @@ class ServiceTokens:
     """The tokens of a file, read again when it has changed. Raises ValueError, which never holds a token."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tokens = Current(path, read_tokens, "service tokens", clock)
+        self._tokens = Current(read_tokens, "service tokens", path, clock=clock)
 
     def role(self, authorization: str) -> Role | None:
         return self._tokens.value.whose(_shown(authorization))

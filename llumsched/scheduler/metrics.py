@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llumlet.secret_files import num_refused
 from llumsched.cluster.columns import Columns, Values
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.metadata import type_of
@@ -161,6 +162,8 @@ class _Cluster(Collector):
     def collect(self) -> Iterator[Metric]:
         view = self._dispatcher.view
         yield _gauge("uptime_seconds", "Of this process.", time.monotonic() - self._started_s)
+        refused = "Secrets and certificates whose new files cannot be used: the old ones serve."
+        yield _gauge("scheduler_refused_files", refused, num_refused())
         yield _gauge("scheduler_instances", "That are known.", len(view))
         yield _gauge("scheduler_view_age_seconds", "Since the lost store was last heard; 0: it is there.", view.age_s)
         yield CounterMetricFamily(

@@ -18,6 +18,7 @@ from llumlet import kinds
 from llumlet.credentials import NONE, Credentials
 from llumlet.kinds import MARK, SWITCH, Faulty, Kind
 from llumlet.protocol.infer_type import InferType
+from llumlet.secret_files import read_secret
 from llumlet.settings import Group
 from llumlet.tasks import cancel, keep_running
 from llumlet.types import Address
@@ -95,7 +96,7 @@ class SchedulerConfig:
         "whoever reaches the HTTP service may ask it",
     )
     ssl_certfile: str = _process.setting("", kinds.text("FILE"), "certificate to answer HTTP with, over TLS (PEM)")
-    ssl_keyfile: str = _process.setting("", kinds.text("FILE"), "its private key (PEM)")
+    ssl_keyfile: str = _process.setting("", kinds.file(read_secret), "its private key (PEM)")
     insecure: bool = _process.setting(False, MARK, "listen beyond this machine without complete credentials")
     backend_endpoints: Mapping[Address, InferType] = _instances.setting(
         {},

@@ -203,7 +203,7 @@ def strangers(cluster: Cluster, tmp_path: Path) -> list[Credentials]:
         NONE,
         dataclasses.replace(good, token_file=None),
         cluster.peer("x" * 64, tmp_path),
-        dataclasses.replace(Credentials.load(other), authority=good.authority),
+        Credentials.load(dataclasses.replace(other, tls_ca=cluster.caller.tls_ca)),
     ]
 
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from llumlet.secret_files import LOOK_S
 from tests.kv.fakes import Memory, describe, pull_of, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
@@ -348,3 +349,41 @@ def test_strangers_hear_nothing(identities: tuple[WorkerSettings, WorkerSettings
                 transport.probe(source.peer)
         with reading(here, b) as transport:
             transport.probe(source.peer)
+
+
+def test_new_certificates_are_used_by_the_next_connection(
+    identities: tuple[WorkerSettings, WorkerSettings], tmp_path: Path
+) -> None:
+    a, b = identities
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    new, others = Authority(elsewhere, "new"), Authority(elsewhere, "others")
+    late = credential_files(new, "late", token_file(elsewhere))
+    newcomer = WorkerSettings(instance="x", tls=(late.tls_cert, late.tls_key, late.tls_ca))
+    with serving(Memory(seed=1), a) as source, reading(Memory(seed=2), b) as transport:
+        transport.probe(source.peer)
+        for settings in identities:
+            assert settings.tls
+            cert, key = new.issue("next")
+            for path, content in zip(settings.tls, (cert, key, new.path), strict=True):
+                Path(path).write_bytes(content.read_bytes())
+        transport.probe(source.peer)  # over the connection that is open
+        until(lambda: _is_known(source, newcomer), 60)
+        transport.connections.close()
+        until(lambda: _reaches(transport, source), 60)
+        assert a.tls
+        Path(a.tls[0]).write_bytes(others.path.read_bytes())  # the key does not fit: the former ones stay
+        time.sleep(LOOK_S + 0.1)
+        assert _is_known(source, newcomer)
+
+
+def _is_known(source: Source, settings: WorkerSettings) -> bool:
+    with reading(Memory(seed=3), settings) as transport:
+        return _reaches(transport, source)
+
+
+def _reaches(transport: TcpTransport, source: Source) -> bool:
+    try:
+        transport.probe(source.peer)
+    except TransferFailed:
+        return False
+    return True

@@ -216,7 +216,7 @@ def test_a_scheduler_s_file_may_hold_hashes_only(tmp_path: Path) -> None:
 
 def test_a_file_that_was_damaged_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
-    tokens = Current(written(tmp_path, PEER), read_tokens, "tokens", lambda: now_s)
+    tokens = Current(read_tokens, "tokens", written(tmp_path, PEER), clock=lambda: now_s)
     for content in ("damaged", json.dumps({"peer": [hashed(PEER)], "reader": ["short"]})):
         written(tmp_path, content)
         now_s += 2

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -338,7 +339,7 @@ async def test_with_credentials(tmp_path: Path) -> None:
     strangers = Credentials.load(
         credential_files(Authority(tmp_path, "another authority"), "theirs", token_file(tmp_path, "other"))
     )
-    tokenless = Credentials(ours.certificate, ours.key, ours.authority)
+    tokenless = dataclasses.replace(ours, token_file=None)
     store = EmbeddedStore(credentials=ours)
     await store.start()
     watches = [WatchStore(store.address, each) for each in (ours, strangers, tokenless, NONE)]

@@ -110,16 +110,19 @@ class _Guarded(Mock):
 
 
 @pytest.mark.asyncio
-async def test_engines_are_asked_with_their_own_key_and_see_no_client_s(write: Write) -> None:
+async def test_engines_are_asked_with_their_own_key_and_see_no_client_s(write: Write, tmp_path: Path) -> None:
     file = write({"a": {"keys": [FIRST]}})
-    async with cluster(api_key_file=file, backend_api_key="engines-own", mock=_Guarded(seen=[])) as it:
+    own = tmp_path / "own"
+    own.touch(mode=0o600)
+    own.write_text("engines-own\n")
+    async with cluster(api_key_file=file, backend_api_key_file=str(own), mock=_Guarded(seen=[])) as it:
         assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 200
         async with it.client.get(it.url + "/v1/models", headers=_with(FIRST)) as answer:
             assert [card["id"] for card in (await answer.json())["data"]] == ["mock"]
         for backend in it.gateway.backends:
             await it.gateway.backends.try_ejected(backend)
             assert await it.gateway.backends._generates(backend, DEADLINE_S)
-    async with cluster(backend_api_key="engines-own", mock=_Guarded(seen=[])) as it:
+    async with cluster(backend_api_key_file=str(own), mock=_Guarded(seen=[])) as it:
         assert (await it.post(COMPLETIONS, BODY, _with("the client's"))).status == 200
     async with cluster(api_key_file=file) as it:
         assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 200

@@ -197,7 +197,7 @@ def test_files_of_tls_are_looked_at_first(write: Write, tmp_path: Path) -> None:
     (tmp_path / "token").touch(mode=0o600)
     (tmp_path / "token").write_bytes(b"\xff")
     (fault,) = prepare("explain", ["explain", "--service-token-file", str(tmp_path / "token")], {}).faults
-    assert fault == f"--service-token-file {tmp_path / 'token'} holds no token"
+    assert fault == f"--service-token-file {tmp_path / 'token'} does not hold one word of printable ASCII characters"
 
 
 def test_tokens_are_replaced_without_a_restart(write: Write, caplog: pytest.LogCaptureFixture) -> None:

@@ -118,27 +118,31 @@ class ClientServer(web.Server):
         """The protocol of a connection that was just accepted."""
         return self() if self._tls is None else _BeforeTls(self._begin_tls)
 
-    def _begin_tls(self, transport: asyncio.Transport) -> None:
-        task = asyncio.create_task(self._shake_hands(transport))
+    def _begin_tls(self, before: _BeforeTls, transport: asyncio.Transport) -> None:
+        task = asyncio.create_task(self._shake_hands(before, transport))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, transport: asyncio.Transport) -> None:
+    async def _shake_hands(self, before: _BeforeTls, transport: asyncio.Transport) -> None:
         """Has a `ClientConnection` speak TLS. Not `create_server`'s own way: there nobody hears of what fails."""
-        connection, peer = self(), peer_of(transport)
+        peer = peer_of(transport)
         assert self._tls is not None
         limit_s = self._config.header_timeout_s
         try:
             encrypted = await self._loop.start_tls(
-                transport, connection, self._tls, server_side=True, ssl_handshake_timeout=limit_s
+                transport, before, self._tls, server_side=True, ssl_handshake_timeout=limit_s
             )
         except ssl.SSLError as error:
             self._refusals.no_tls(peer, error.reason or "failed")
         except OSError:
             pass  # the client left, or took too long
         else:
-            if encrypted is not None:
+            if encrypted is not None and not before.is_lost:
+                connection = self()
+                encrypted.set_protocol(connection)
                 connection.connection_made(encrypted)
+                if before.received:
+                    connection.data_received(before.received)
             return
         transport.abort()
 
@@ -165,15 +169,24 @@ class ClientServer(web.Server):
 
 
 class _BeforeTls(asyncio.Protocol):
-    """Reads nothing of a connection, so that all of it is for TLS."""
+    """Stands for a connection until TLS is there: reads nothing before, so that all of it is for TLS, and keeps the
+    bytes of a request that came together with the end of the handshake."""
 
-    def __init__(self, begin: Callable[[asyncio.Transport], None]) -> None:
+    def __init__(self, begin: Callable[[_BeforeTls, asyncio.Transport], None]) -> None:
         self._begin = begin
+        self.received = b""
+        self.is_lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         accepted = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         accepted.pause_reading()
-        self._begin(accepted)
+        self._begin(self, accepted)
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> str:

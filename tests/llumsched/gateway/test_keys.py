@@ -8,6 +8,7 @@ import hashlib
 import json
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,34 @@ async def test_clients_come_over_tls(write: Write, tmp_path: Path) -> None:
             async with asyncio.timeout(10):
                 assert not await reader.read()
             writer.close()
+
+
+@pytest.mark.asyncio
+async def test_request_that_comes_with_the_end_of_the_handshake_is_read(write: Write, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = map(str, authority.issue("gateway"))
+    trust = ssl.create_default_context(cafile=str(authority.path))
+    async with cluster(ssl_certfile=certificate, ssl_keyfile=key) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = trust.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                writer.write(outgoing.read())
+                incoming.write(await reader.read(1 << 16))
+        client.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        writer.write(outgoing.read())  # the last flight and the request, in one segment
+        async with asyncio.timeout(10):
+            while True:
+                with suppress(ssl.SSLWantReadError):
+                    assert client.read(1 << 16).startswith(b"HTTP/1.1 200")
+                    break
+                incoming.write(data := await reader.read(1 << 16))
+                assert data
+        writer.close()
 
 
 def test_whose_request_it_was_is_in_the_access_log() -> None:

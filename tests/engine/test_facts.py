@@ -102,6 +102,7 @@ TOKENS = {
     "attention": "CPU_ATTN",
     "parallel": "TP 2",
     "model": "#12",
+    "checkpoint": "#23",
     "parameters": "#34",
 }
 CACHE = {
@@ -170,10 +171,13 @@ def test_blocks_of_another_size() -> None:
 
 @pytest.mark.parametrize("name", ACCEPTABLE)
 def test_what_is_accepted(name: str) -> None:
-    """And with it that parameters are cut and packed in another way; not another model."""
-    ours, theirs = facts((name,)), facts((name,), **{name: "another", "parameters": "#35"})
+    """And where that decides how parameters are cut and packed, that they are so in another way; not another model."""
+    ours, theirs = facts((name,)), facts((name,), **{name: "another"})
     assert ours.why_not_tokens(theirs) is None
     assert ours.digest == theirs.digest
+    packed = facts((name,), **{name: "another", "parameters": "#35"}).why_not_tokens(ours)
+    assert packed == (None if name in ("device", "parallel") else "parameters differ")
+    assert facts((name,), checkpoint="#fine-tuned").why_not_tokens(ours) == "checkpoint differ"
     assert (facts((name,), model="#13").why_not_tokens(ours) or "").startswith("model differ")
     for other in {*ACCEPTABLE} - {name}:
         assert other in (ours.why_not_tokens(facts((name,), **{other: "another"})) or "")

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint tells weights apart, and not the places of experts."""
+"""Fingerprints tell weights apart, and not the places of experts; a checkpoint's tells a model from its fine-tune."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from vllm.config.load import LoadConfig
 
-from vllm_llumnix.kv.fingerprint import common_fingerprint, fingerprint
+from tests.support.model import PRESETS, build
+from vllm_llumnix.kv.fingerprint import checkpoint_of, common_fingerprint, fingerprint
 
 
 class RoutedExperts(torch.nn.Module):
@@ -96,3 +102,68 @@ def test_however_many_ranks() -> None:
     alone = split(table, 1.0, 1)
     assert alone == split(table, 1.0, 2) == split(table, 1.0, 4)
     assert len({alone, split(table, 2.0, 2), split(table + 1, 1.0, 2), split(table.flip(0), 1.0, 2)}) == 4
+
+
+def test_rows_of_embeddings_that_nobody_knows_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a plugin that shards them by names of its own: no reason not to start."""
+    table = torch.arange(64.0).reshape(8, 8)
+    by_name, packed = (torch.nn.ModuleDict({"embed_tokens": VocabParallelEmbedding(table, 0, 1)}) for _ in range(2))
+    del by_name["embed_tokens"].shard_indices
+    packed["embed_tokens"].weight = torch.nn.Parameter(table[:2].flatten()[:4])
+    assert common_fingerprint(by_name, 0) == common_fingerprint(packed, 0) == 0
+    assert caplog.text.count("embeddings embed_tokens are not part of") == 2
+
+
+def scaled(k_scale: float = 1.0, w_scale: float = 1.0) -> torch.nn.Module:
+    attention = torch.nn.Module()
+    attention.register_buffer("_k_scale", torch.tensor(k_scale))
+    attention.register_buffer("input_scale", torch.tensor([w_scale, 1.0]))
+    attention.register_buffer("cos_sin_cache", torch.rand(4))
+    return torch.nn.ModuleDict({"attn": attention})
+
+
+def test_another_calibration_of_an_fp8_cache_is_another_model() -> None:
+    """The bytes of its KV cache stand for other numbers."""
+    assert fingerprint(scaled()) == fingerprint(scaled())
+    assert len({fingerprint(scaled()), fingerprint(scaled(k_scale=2.0)), fingerprint(scaled(w_scale=2.0))}) == 3
+    assert common_fingerprint(scaled(), 0) != common_fingerprint(scaled(k_scale=2.0), 0)
+    assert common_fingerprint(scaled(), 1) == 0, "the first rank speaks for all"
+
+
+@pytest.fixture(scope="module")
+def base() -> Path:
+    return build(PRESETS["tiny"])
+
+
+def name_of(model: Path | str, load_format: str = "auto", **fields: Any) -> str:
+    described = SimpleNamespace(**{"model": str(model), "model_weights": "", "revision": None, **fields})
+    return checkpoint_of(described, LoadConfig(load_format=load_format))
+
+
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj", "down_proj"])
+def test_a_fine_tune_is_told_from_its_base(base: Path, tmp_path: Path, part: str) -> None:
+    """An adapter that was merged: norms and embeddings are the same to the bit, and so is the configuration."""
+    tuned = Path(shutil.copytree(base, tmp_path / "tuned"))
+    for file in tuned.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if part in name:
+                weight += 0.01 * torch.randn_like(weight)
+        save_file(weights, file, metadata={"format": "pt"})
+    assert name_of(tuned) != name_of(base)
+
+
+def test_the_same_checkpoint_elsewhere(base: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(base, tmp_path / "elsewhere"))
+    (file,) = copied.glob("*.safetensors")
+    file.rename(copied / "renamed.safetensors")
+    (copied / "pytorch_model.bin").write_bytes(b"which vLLM does not load")
+    assert name_of(copied) == name_of(base)
+
+
+def test_weights_that_are_made_up_or_fetched_from_elsewhere(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert name_of(base, "dummy") == name_of("no/such", "dummy") == ""
+    (here, there) = (name_of(base, model_weights=f"s3://bucket/{name}") for name in ("base", "tuned"))
+    assert len({here, there, name_of(base)}) == 3
+    assert here == name_of("/another/place", model_weights="s3://bucket/base")
+    assert "s3://bucket/base is known by this address alone" in caplog.text

@@ -23,6 +23,7 @@ from vllm_llumnix.engine.likeness import (
 )
 from vllm_llumnix.engine.portability import custom_logits_processors
 from vllm_llumnix.engine.vllm_types import Engine
+from vllm_llumnix.kv.fingerprint import checkpoint_of
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.vllm_types import KVCacheGroup
 from vllm_llumnix.patching import state
@@ -73,7 +74,8 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         "parallel": " ".join([f"TP {parallel.tensor_parallel_size}", *stages]),
         "model": "#" + " ".join(sorted({mover.config for mover in movers})),
         "weights": f"#{sum(mover.common_weights for mover in movers) % 2**32:08x}",
-        # These see what the runner keeps as parameters; on CPU, packed linear layers are not among them.
+        "checkpoint": named(checkpoint_of(model, config.load_config)),
+        # Of what the runner keeps as parameters; on CPU, packed linear layers are not among them.
         PARAMETERS: named([mover.weights for mover in movers]),
         "dtype": model.dtype,
         "cache_dtype": config.cache_config.cache_dtype,

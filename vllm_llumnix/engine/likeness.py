@@ -18,7 +18,9 @@ import msgspec
 from vllm_llumnix.config import ACCEPTABLE
 
 PARAMETERS = "parameters"
-"""The fact that is not asked for where any difference is accepted: how the model's parameters are cut and packed."""
+"""How the model's parameters are cut and packed in memory, and a sample of what is in them."""
+_PACKED_BY = {"device", "parallel"}
+"""Facts that decide how parameters are cut and packed: with one of them accepted, `PARAMETERS` is not compared."""
 STAGES, TENSOR_PARALLEL, PAGES = "pipeline_and_context_parallel", "tensor_parallel", "pages"
 BLOCK_SIZE = "block_size"
 LAYOUT = "layout"
@@ -39,7 +41,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     def of(cls, tokens: Mapping[str, object], cache: Mapping[str, object], accepted: Iterable[str] = ()) -> EngineFacts:
         """accepted: which of ACCEPTABLE may differ. Two engines must accept the same."""
         accepted = sorted(accepted)
-        left_out = {*accepted, PARAMETERS} if accepted else set()
+        left_out = {*accepted} if _PACKED_BY.isdisjoint(accepted) else {*accepted, PARAMETERS}
         kept = {name: str(value) for name, value in tokens.items() if name not in left_out}
         return cls({**kept, "accept": ",".join(accepted)}, {name: str(value) for name, value in cache.items()})
 

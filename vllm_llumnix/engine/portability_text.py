@@ -154,8 +154,9 @@ well, on CPUs with AMX, and where the sizes have no common multiple up to 4,096 
 | the order of a page's dimensions (`VLLM_KV_CACHE_LAYOUT`) | nothing between GPUs: what is kept of each head and \
 token is copied by itself; with tokens alone where block sizes differ as well, and where pages hold latents or states \
 | `test_cuts`: memories of any two orders and numbers of workers, by both transports; kernels of CPUs know one order |
-| the release of vLLM or of this package | refused, unless all have `--llumlet-accept vllm`; then live between \
-0.32 and 0.33, both ways, and with tokens alone between releases that write another KV cache | `test_rolling_update`, \
+| the release of vLLM or of this package | refused, unless all have `--llumlet-accept vllm` (with `device` as well \
+where the two releases pack weights differently: "parameters differ"); then live between 0.32 and 0.33, both ways, \
+and with tokens alone between releases that write another KV cache | `test_rolling_update`, \
 by `make test-next`: greedy, seeded and guided, a drain, a death |
 | the kind of GPU or CPU | refused, unless all have `--llumlet-accept device`; then live between GPUs with the same \
 attention backend | by reading |
@@ -169,6 +170,8 @@ engine share the KV heads out evenly; latents, states and replicated heads stay 
 back; `test_cuts` |
 | pipeline and context parallel sizes | refused, unless all have `--llumlet-accept parallel`; then with tokens alone | \
 by reading |
+| the checkpoint: a fine-tune, or an adapter that was merged | refused, whatever is accepted: samples of its files \
+count, wherever they lie; of weights that were not read from files on the machine, the address | `test_kv_fingerprint` |
 | model, weights, data types, quantization, `--enable-lora`, speculation, the mode of log probabilities, \
 sampling masks, watermark, markers of reasoning, logits processors, \
 V1 and V2 runner | refused, with what it is | `test_refusals`, `test_facts` |

@@ -7,11 +7,14 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from llumlet import kinds
 from llumlet.credentials import Credentials
+from llumlet.kinds import MARK
+from llumlet.loopback import is_loopback
 from llumlet.setting_sources import Reading
 from llumlet.settings import Group
 from llumsched.cms.store import name_of
@@ -38,6 +41,7 @@ _http = Group("HTTP", "/metrics, /healthz, /debug/rescheduling, and what `llumni
 class Http:
     host: str = _http.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
     port: int | None = _http.setting(None, kinds.port(), "to listen at; 0: any free one (default: no HTTP)")
+    insecure: bool = _http.setting(False, MARK, "listen beyond this machine: this service asks nobody for a token")
 
 
 SETTINGS: Final = (instances.Cms, Http, Switches, Config, CacheSettings)
@@ -55,7 +59,17 @@ def prepare(reading: Reading) -> tuple[str, Http, Config, CacheSettings]:
         )
     if switches.enable is False:
         reading.faults.append("--enable-rescheduling=false leaves nothing to do")
-    return cms, reading.make(Http), config, caches.prepare(reading)
+    http = reading.make(Http)
+    reading.check(_host_faults, http)
+    return cms, http, config, caches.prepare(reading)
+
+
+def _host_faults(http: Http) -> Iterator[str]:
+    if http.port is not None and not (http.insecure or is_loopback(http.host)):
+        yield (
+            f"--host {http.host} is not a loopback address, and whoever reaches this service sees what moves and why: "
+            "it needs --insecure, and a network that is trusted"
+        )
 
 
 def run(prepared: tuple[str, Http, Config, CacheSettings], credentials: Credentials) -> int:

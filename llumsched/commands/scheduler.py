@@ -26,6 +26,7 @@ from llumsched import descriptors
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.exit_codes import ExitCode
+from llumsched.gateway.endpoints import Endpoint
 from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy
 from llumsched.policy.metrics import BUILT_IN_CONSTANTS
@@ -271,10 +272,11 @@ def _endpoint_faults(config: process.SchedulerConfig, dispatch: Dispatch) -> Ite
 
 
 def _host_faults(config: process.SchedulerConfig) -> Iterator[str]:
-    if not (config.service_token_file or config.insecure or is_loopback(config.host)):
+    is_guarded = config.service_token_file and config.ssl_certfile
+    if not (is_guarded or config.insecure or is_loopback(config.host)):
         yield (
             f"--host {config.host} is not a loopback address, and whoever reaches this scheduler sees and influences "
-            "where requests go: it needs --service-token-file, or else --insecure"
+            "where requests go: it needs --service-token-file, --ssl-certfile and --ssl-keyfile, or else --insecure"
         )
 
 
@@ -322,7 +324,8 @@ async def _serve(config: process.SchedulerConfig) -> None:
     try:
         policy = config.policy
         source = name_of(config.cms) if policy.mode is Mode.FULL else ", ".join(map(str, config.backend_endpoints))
-        _log.info("at http://%s:%d: %s, %s mode, %s", running.host, running.port, policy.name, policy.mode, source)
+        url = Endpoint(Address(running.host, running.port), is_tls=bool(config.ssl_certfile)).url("")
+        _log.info("at %s: %s, %s mode, %s", url, policy.name, policy.mode, source)
         await ended.wait()
     finally:
         await running.close()

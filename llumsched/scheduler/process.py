@@ -97,7 +97,7 @@ class SchedulerConfig:
     )
     ssl_certfile: str = _process.setting("", kinds.text("FILE"), "certificate to answer HTTP with, over TLS (PEM)")
     ssl_keyfile: str = _process.setting("", kinds.file(read_secret), "its private key (PEM)")
-    insecure: bool = _process.setting(False, MARK, "listen beyond this machine without complete credentials")
+    insecure: bool = _process.setting(False, MARK, "listen beyond this machine without tokens or TLS")
     backend_endpoints: Mapping[Address, InferType] = _instances.setting(
         {},
         Kind(_endpoints, "HOST:PORT[=TYPE],…"),

@@ -236,10 +236,13 @@ def test_files_of_tokens_that_are_none(write: Write, content: Any, fault: str) -
     assert not any(token in str(refusal.value) for token in (GATEWAY, NEXT, READER, HASHED, "x" * 31))
 
 
-def test_beyond_this_machine_it_wants_tokens(write: Write) -> None:
+def test_beyond_this_machine_it_wants_tokens_and_tls(write: Write, tmp_path: Path) -> None:
+    certificate, key = map(str, Authority(tmp_path).issue("scheduler"))
+    tokens, tls = ("--service-token-file", write(TOKENS)), ("--ssl-certfile", certificate, "--ssl-keyfile", key)
     for host in ("0.0.0.0", "192.0.2.1"):
-        (fault,), _ = parsed("--host", host)
-        assert "is not a loopback address" in fault
+        for some in ((), tokens, tls):
+            (fault,), _ = parsed("--host", host, *some)
+            assert "is not a loopback address" in fault
         assert not parsed("--host", host, "--insecure")[0]
-        assert not parsed("--host", host, "--service-token-file", write(TOKENS))[0]
+        assert not parsed("--host", host, *tokens, *tls)[0]
     assert "holds no tokens" in parsed("--service-token-file", write({}))[0][0]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -32,7 +33,7 @@ from hypothesis import strategies as st
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.kernels import gather, native, obstacle, plan, scatter
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+from vllm_llumnix.kv.layout import BlockLayout, Cut, Strip, TensorRegion
 
 ROOT = Path(__file__).parents[2]
 COMPILER = next(filter(None, map(shutil.which, ["c++", "g++", "clang++"])), None)
@@ -239,6 +240,19 @@ def test_the_buffer_may_start_anywhere(form: Form, lead: int, to_buffer: bool) -
 
 def test_a_block_may_be_gathered_twice(form: Form) -> None:
     check(form, case_of(layout_of("LBHNC", [(2, 100)], 4), [1, 1, 3, 1], to_buffer=True))
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC"])
+@pytest.mark.parametrize("of", ["heads", "tokens", "vectors"])
+def test_parts_of_pages(form: Form, order: str, of: Any) -> None:
+    """As moves between engines of other sizes copy them. A cut of vectors names them head by head, however they lie."""
+    heads, tokens, vector = 2, 4, 48
+    whole = layout_of(order, [(3, heads * tokens * vector)], 5)
+    inside = (Strip(1, vector * (heads if order.endswith("NHC") else 1)),)
+    whole = msgspec.structs.replace(whole, heads=heads, tokens=tokens, strips=inside)
+    cut = Cut(0, 1, of) if of == "vectors" else Cut(1, 2, of)
+    for to_buffer in (True, False):
+        check(form, case_of(whole.cut(cut), [4, 0, 2], to_buffer=to_buffer))
 
 
 def test_large_pages(form: Form) -> None:

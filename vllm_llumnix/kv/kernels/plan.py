@@ -143,9 +143,10 @@ def _pages_are_disjoint(layout: BlockLayout) -> bool:
 
 
 def _with_rows_joined(regions: Sequence[TensorRegion]) -> list[TensorRegion]:
-    """Regions of which each lies behind the one before in the same pages, as of a cut: as one, gaps included."""
+    """Regions that lie behind each other in the same pages, as of a cut: as one, gaps included."""
     joined: list[TensorRegion] = []
-    for region in regions:
+    # A cut of vectors has them head by head, in whatever order they lie.
+    for region in sorted(regions, key=lambda region: region.offset):
         before = joined[-1] if joined else region
         end = region.offset + region.page_bytes
         rest = msgspec.structs.replace(region, offset=before.offset, page_bytes=before.page_bytes)

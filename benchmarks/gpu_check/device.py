@@ -1,63 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs no engine: the kernels that copy blocks, seals, and the GPU memory of another process.
+"""The kernels that copy blocks, and seals: against what the processor computes, and timed.
 
-Each part is `right`, `wrong` (a wrong byte, or it broke) or `unrun`, with the reason.
+A part is `right`, `wrong` (a wrong byte, or it broke) or `unrun`, with the reason.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import math
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.gpu_check.verdicts import Part
-from tests.support.source_process import offer, offered
 from tests.support.stats import median
-from vllm_llumnix.errors import LlumnixError
 from vllm_llumnix.kv import kernels
-from vllm_llumnix.kv.cuda_share import share
 from vllm_llumnix.kv.kernels import Backend
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
-from vllm_llumnix.kv.messages import PeerMemory, Pull
-from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.layout import BlockLayout, Cut, Strip, TensorRegion
 from vllm_llumnix.kv.seal import Multilinear, new_key
 from vllm_llumnix.kv.staging import SLOT_BYTES
-from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 
 LAYERS = 16
 PAGES = (4096, 16 << 10, 9216)
 """Bytes; the last with the scales of fp8 inside."""
 BLOCKS = 256
+REAL_LAYERS, HEADS, TOKENS, VECTOR_BYTES = 36, 8, 16, 512
+"""A model of 8 billion parameters: 64 KiB a page, 2.25 MiB a block."""
+REAL_BLOCKS = 24
 TIMES = 10
 SMS = (4, 8, 16, 32)
-KILLED_AFTER_S = 1.0
-OUTLIVE_S = 120.0
-ROOT = Path(__file__).parents[2]
 SEALED = (300_001, SLOT_BYTES)
 
 
+class Case(NamedTuple):
+    """A layout of twice `num_blocks` blocks; `cut`: of its pages, what is copied."""
+
+    name: str
+    whole: BlockLayout
+    num_blocks: int
+    cut: Cut | None = None
+
+    @property
+    def layout(self) -> BlockLayout:
+        return self.whole.cut(self.cut)
+
+
 def layout_of(page_bytes: int, num_blocks: int, blocks_outermost: bool, base: int = 0) -> BlockLayout:
-    layer, block = (page_bytes, LAYERS * page_bytes) if blocks_outermost else (num_blocks * page_bytes, page_bytes)
-    region = TensorRegion(0, LAYERS, layer, block, page_bytes)
-    name = "BLHNC" if blocks_outermost else "LBHNC"
-    return BlockLayout(base, num_blocks * LAYERS * page_bytes, num_blocks, (region,), name)
+    return _layout(LAYERS, page_bytes, num_blocks, "BLHNC" if blocks_outermost else "LBHNC", base)
 
 
-def random_bytes(size: int, device: torch.device, seed: int) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device, generator=generator)
+def real_layout(num_blocks: int, order: str = "LBNHC", heads: int = HEADS, tokens: int = TOKENS) -> BlockLayout:
+    """The KV cache of a real model, or of one of its ranks: keys and values of a token side by side, as on GPUs."""
+    rows = tokens if order.endswith("NHC") else 1
+    strips = (Strip(1, VECTOR_BYTES * (heads if rows > 1 else 1)),)
+    return _layout(REAL_LAYERS, heads * tokens * VECTOR_BYTES, num_blocks, order, 0, heads, tokens, strips)
+
+
+def _layout(layers: int, page: int, num_blocks: int, order: str, base: int, *inside: Any) -> BlockLayout:
+    layer, block = (page, layers * page) if order.startswith("B") else (num_blocks * page, page)
+    region = TensorRegion(0, layers, layer, block, page)
+    return BlockLayout(base, num_blocks * layers * page, num_blocks, (region,), order, *inside)
+
+
+def cases() -> Iterator[Case]:
+    for page in PAGES:
+        for outermost in (False, True):
+            layout = layout_of(page, 2 * BLOCKS, outermost)
+            yield Case(f"{layout.layout}, pages of {page} bytes", layout, BLOCKS)
+    for order in ("LBNHC", "BLHNC"):
+        yield Case(f"{order}, a real model's block", real_layout(2 * REAL_BLOCKS, order), REAL_BLOCKS)
+    few = max(2, REAL_BLOCKS // 4)
+    for order in ("LBNHC", "LBHNC"):
+        # The destination of a move from two ranks to one, and from blocks of 16 tokens to blocks of 64.
+        yield Case(f"{order}, half of the heads", real_layout(2 * few, order), few, Cut(1, 2, "heads"))
+        large = real_layout(2 * few, order, tokens=4 * TOKENS)
+        yield Case(f"{order}, a quarter of the tokens", large, few, Cut(2, 4, "tokens"))
+        # Both ends of a move between heads within tokens and tokens within heads.
+        yield Case(f"{order}, vector by vector", real_layout(2 * few, order), few, Cut(0, 1, "vectors"))
+
+
+def random_bytes(size: int, seed: int) -> torch.Tensor:
+    """In main memory: every machine has the same ones, and whoever compares does not rely on the GPU."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, np.uint8))
 
 
 def gb_s(num_bytes: int, action: Callable[[], Any], device: torch.device) -> float:
@@ -72,43 +98,58 @@ def gb_s(num_bytes: int, action: Callable[[], Any], device: torch.device) -> flo
     return round(num_bytes / median(seconds) / 1e9, 3)
 
 
-def self_test(device: torch.device) -> Part:
-    """What a worker does at its start: the first backend that copies a few blocks rightly, and why not those before."""
-    choices = [kernels.settle(layout_of(page, BLOCKS, outer), device) for page in PAGES for outer in (False, True)]
-    copied_by = sorted({choice.backend for choice in choices})
-    passed_over = sorted({why for choice in choices for why in choice.passed_over})
-    return {"verdict": "right", "copied_by": copied_by, "passed_over": passed_over}
+def self_test(device: torch.device, backends: tuple[Backend, ...]) -> Part:
+    """Every backend is tried as a worker tries it at its start. A GPU on which one of them does not copy is wrong: a
+    worker would take the next one, which is slower, and go on."""
+    layouts = [*(layout_of(page, BLOCKS, outer) for page in PAGES for outer in (False, True)), real_layout(BLOCKS)]
+    passed_over = {}
+    for backend in backends:
+        reasons = {why for layout in layouts if (why := kernels.why_not(backend, layout, device))}
+        if reasons:
+            passed_over[backend] = "; ".join(sorted(reasons))
+    copied_by = sorted({kernels.settle(layout, device).backend for layout in layouts})
+    return {"verdict": "wrong" if passed_over else "right", "copied_by": copied_by, "passed_over": passed_over}
 
 
 def check_kernels(device: torch.device, backends: tuple[Backend, ...]) -> Part:
-    """Every backend that can be had, both ways, on two layouts; speeds by the number of SMs on pages of 16 KiB."""
+    """Every backend that can be had, both ways, on whole pages and on parts of them; speeds by the number of SMs on
+    pages of 16 KiB and on a real model's blocks."""
     wrong, speeds = [], []
     missing = {name: why for name in backends if (why := kernels.obstacle(name, device.type))}
     present = [name for name in backends if name not in missing]
-    for page_bytes in PAGES:
-        for blocks_outermost in (False, True):
-            layout = layout_of(page_bytes, 2 * BLOCKS, blocks_outermost)
-            ids = np.random.default_rng(page_bytes).permutation(2 * BLOCKS)[:BLOCKS]
-            storage = random_bytes(layout.storage_bytes, device, seed=1)
-            size = BLOCKS * layout.bytes_per_block
-            expected = torch.zeros(size, dtype=torch.uint8, device=device)
-            kernels.gather(storage, layout, ids, expected, backend="torch")
-            for backend in present:
-                buffer, target = torch.zeros_like(expected), random_bytes(layout.storage_bytes, device, seed=2)
-                scattered = target.clone()
-                kernels.gather(storage, layout, ids, buffer, backend=backend)
-                kernels.scatter(target, layout, ids, buffer, backend=backend)
-                kernels.scatter(scattered, layout, ids, expected, backend="torch")
-                if not (torch.equal(buffer, expected) and torch.equal(target, scattered)):
-                    wrong.append(f"{backend}, {layout.layout}, pages of {page_bytes} bytes")
-                if page_bytes == 16 << 10 and not blocks_outermost:
-                    for max_sms in SMS if device.type == "cuda" and backend != "torch" else SMS[:1]:
-                        copy = functools.partial(
-                            kernels.gather, storage, layout, ids, buffer, backend=backend, max_sms=max_sms
-                        )
-                        row = {"backend": backend, "max_sms": max_sms, "mib": size >> 20}
-                        speeds.append(row | {"gb_s": gb_s(size, copy, device)})
+    for case in cases():
+        layout, ids = case.layout, np.random.default_rng(1).permutation(2 * case.num_blocks)[: case.num_blocks]
+        size = case.num_blocks * layout.bytes_per_block
+        stored, packed = random_bytes(layout.storage_bytes, seed=1), random_bytes(size, seed=2)
+        gathered, scattered = torch.zeros_like(packed), stored.clone()
+        kernels.gather(stored, layout, ids, gathered, backend="torch")
+        kernels.scatter(scattered, layout, ids, packed, backend="torch")
+        storage, buffer = (torch.empty_like(part, device=device) for part in (stored, packed))
+        for backend in present:
+            storage.copy_(stored)
+            kernels.gather(storage, layout, ids, buffer, backend=backend)
+            is_right = torch.equal(buffer.cpu(), gathered)
+            buffer.copy_(packed)
+            kernels.scatter(storage, layout, ids, buffer, backend=backend)
+            if not (is_right and torch.equal(storage.cpu(), scattered)):
+                wrong.append(f"{backend}, {case.name}")
+            for max_sms in _sms(case, backend, device):
+                row = {"backend": backend, "pages": case.name, "max_sms": max_sms, "mib": round(size / (1 << 20), 1)}
+                for copy in (kernels.gather, kernels.scatter):
+                    copying = functools.partial(copy, storage, layout, ids, buffer, backend=backend, max_sms=max_sms)
+                    row[f"{copy.__name__}_gb_s"] = gb_s(size, copying, device)
+                speeds.append(row)
     return {"verdict": "wrong" if wrong else "right", "wrong": wrong, "missing": missing, "speeds": speeds}
+
+
+def _sms(case: Case, backend: Backend, device: torch.device) -> tuple[int, ...]:
+    """How many SMs each timed copy of a case may occupy; those of vLLM's usual order are timed, and parts of pages."""
+    page = case.whole.regions[0].page_bytes
+    if case.cut is not None:
+        return () if backend == "torch" else (kernels.MAX_SMS,)
+    if case.whole.layout.startswith("B") or page not in (16 << 10, HEADS * TOKENS * VECTOR_BYTES):
+        return ()
+    return SMS if device.type == "cuda" and backend != "torch" else (kernels.MAX_SMS,)
 
 
 def check_seals(device: torch.device) -> Part:
@@ -116,7 +157,7 @@ def check_seals(device: torch.device) -> Part:
     wrong, speeds = [], []
     key = new_key()
     for size in SEALED:
-        data = random_bytes(size, device, seed=size)
+        data = random_bytes(size, seed=size).to(device)
         one, other = Multilinear(key), Multilinear(key)
         seal = one.seal(size, data)
         if seal != other.seal(size, data.cpu()):
@@ -126,83 +167,3 @@ def check_seals(device: torch.device) -> Part:
             wrong.append(f"{size} bytes, one of them changed")
         speeds.append({"bytes": size, "gb_s": gb_s(size, functools.partial(one.seal, 0, data), device)})
     return {"verdict": "wrong" if wrong else "right", "wrong": wrong, "speeds": speeds}
-
-
-def serve_memory() -> None:
-    """A source process: GPU memory with a pattern, shared until its standard input ends."""
-    allow_readers()
-    storage = random_bytes(layout_of(PAGES[1], BLOCKS, False).storage_bytes, torch.device("cuda"), seed=1)
-    torch.cuda.synchronize()
-    layout, nonce = layout_of(PAGES[1], BLOCKS, False, storage.data_ptr()), NoncePage()
-    memory = describe_memory(layout, nonce, "source", 0, cuda=share(storage.untyped_storage()))
-    offer(memory)
-
-
-def check_ipc() -> Part:
-    """All blocks of another process, in another order, through `local`."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    ours = layout_of(PAGES[1], BLOCKS, True)
-    storage = torch.zeros(ours.storage_bytes, dtype=torch.uint8, device=device)
-    expected = random_bytes(ours.storage_bytes, device, seed=1)
-    source_ids = np.random.default_rng(1).permutation(BLOCKS).tolist()
-    with offered(PeerMemory, "benchmarks.gpu_check", "--serve-memory") as peer:
-        transport = LocalCudaTransport(storage, layout_of(PAGES[1], BLOCKS, True, storage.data_ptr()))
-        transport.probe(peer)
-        everything = _pull_of(peer, source_ids, list(range(BLOCKS)))
-
-        def pull() -> None:
-            for _ in transport.pull(everything, 8 << 20):
-                pass
-
-        pull()
-        theirs = expected.view(LAYERS, BLOCKS, PAGES[1])[:, source_ids]
-        right = torch.equal(storage.view(BLOCKS, LAYERS, PAGES[1]), theirs.transpose(0, 1))
-        speed = gb_s(ours.storage_bytes, pull, device)
-        transport.close()
-    return {"verdict": "right" if right else "wrong", "gb_s": speed, "mib": ours.storage_bytes >> 20}
-
-
-def _pull_of(peer: PeerMemory, source: list[int], destination: list[int]) -> Pull:
-    return Pull(job=1, peer=peer, src_blocks=source, dst_blocks=destination, deadline_s=math.inf)
-
-
-def outlive_source() -> None:
-    """A destination process: reads all blocks of a source over and over while that is killed, then uses its GPU."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    ours = layout_of(PAGES[1], BLOCKS, True)
-    storage = torch.zeros(ours.storage_bytes, dtype=torch.uint8, device=device)
-    transport = LocalCudaTransport(storage, layout_of(PAGES[1], BLOCKS, True, storage.data_ptr()))
-    with offered(PeerMemory, "benchmarks.gpu_check", "--serve-memory") as peer:
-        threading.Timer(KILLED_AFTER_S, os.kill, (peer.pid, signal.SIGKILL)).start()
-        everything, pulls = _pull_of(peer, list(range(BLOCKS)), list(range(BLOCKS))), 0
-        try:
-            while True:
-                for _ in transport.pull(everything, 8 << 20):
-                    pass
-                pulls += 1
-        except LlumnixError as error:
-            why = str(error)
-    transport.tidy()
-    transport.close()
-    storage.fill_(1)
-    print(json.dumps({"pulls": pulls, "noticed": why, "intact": int(storage.sum()) == storage.numel()}))
-
-
-def check_killed_source() -> Part:
-    """`kill -9` of a source in the middle of a copy fails that copy, and nothing else of the destination."""
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--outlive-source"]
-    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=OUTLIVE_S, check=False)
-    if run.returncode:
-        return {"verdict": "wrong", "why": f"the destination ended with {run.returncode}: {run.stderr[-2000:]}"}
-    found: Part = json.loads(run.stdout.splitlines()[-1])
-    return {"verdict": "right" if found["intact"] and found["pulls"] else "wrong", **found}
-
-
-def carried_out(check: Callable[[], Part], obstacle: str | None) -> Part:
-    """The part, or why it did not come to an end."""
-    if obstacle is not None:
-        return {"verdict": "unrun", "why": obstacle}
-    try:
-        return check()
-    except Exception as error:  # noqa: BLE001 - a report about what does not work
-        return {"verdict": "wrong", "why": f"{type(error).__name__}: {error}"}

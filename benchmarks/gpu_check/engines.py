@@ -12,11 +12,13 @@ import re
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.downtime import prompt_of
+from benchmarks.gpu_check.budget import Budget
 from benchmarks.gpu_check.cells import Cell, Engines, Machine
 from benchmarks.gpu_check.verdicts import NotStarted, Numerics, Observed, Runs
 from llumlet.client import LlumletClient
@@ -34,8 +36,12 @@ LLUMLETS_OWN = 2
 """How many of a server's flags, the first ones, vLLM alone does not know."""
 _ERROR = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception): .*)$", re.MULTILINE)
 _RUNS = re.compile(r"this engine has (\S+) behind (\S+), steps in flight: (\d+)")
+_ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?([A-Z0-9_]+) (?:attention )?backend\b")
+"""vLLM's line, for a backend that it has chosen, or that it was told."""
 START_TIMEOUT_S = 600.0
 """Time for a start with graphs, compiled for the first time."""
+LEAST_START_S = 20.0
+"""No engine starts in less."""
 PATIENCE_S = 30.0
 KV_BYTES = 2 << 30
 GPU_SHARE = 0.3
@@ -67,8 +73,8 @@ class Scale:
     killed: int
 
 
-ON_GPU = Scale((256, 2048, 7000), tokens=1000, first=40, between=100, moves=4, killed=4000)
-"""A millisecond a token: an answer must outlast its moves."""
+ON_GPU = Scale((256, 2048, 6000), tokens=2000, first=40, between=100, moves=4, killed=4000)
+"""A millisecond a token: an answer must outlast its moves. Prompt and answer together fit the models' 8,192 tokens."""
 STAND_IN = Scale((200,), tokens=44, first=10, between=12, moves=2, killed=1200)
 """Some 60 ms a token; a block of 128."""
 
@@ -79,12 +85,30 @@ class Two(NamedTuple):
 
 
 class Engined:
-    """Implements `verdicts.Bench` with `vllm serve`."""
+    """Implements `verdicts.Bench` with `vllm serve`.
 
-    def __init__(self, machine: Machine, logs: Path | None, scratch: Path) -> None:
+    logs: where the servers' logs go. flags, env: more of them for every server. start_timeout_s: the longest that a
+    pair may take to start; the time that `budget` has left, if that is less.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        logs: Path | None,
+        scratch: Path,
+        *,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] = MappingProxyType({}),
+        start_timeout_s: float | None = None,
+        budget: Budget | None = None,
+    ) -> None:
         self._machine = machine
         self._logs = logs
         self._scratch = scratch
+        self._flags = tuple(flags)
+        self._env = dict(env)
+        self._start_timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
+        self._budget = budget or Budget()
         self._scale = STAND_IN if machine.stand_in else ON_GPU
         self._num_fleets = 0
 
@@ -93,7 +117,7 @@ class Engined:
         specs = [self.spec(engines, numerics, name) for name in Two._fields]
         with self._fleet() as fleet:
             try:
-                two = Two(*fleet.start(*specs, timeout_s=START_TIMEOUT_S))
+                two = Two(*fleet.start(*specs, timeout_s=self._patience()))
             except ServerDied as error:
                 fleet.close()
                 raise self._not_started(error, specs[0]) from None
@@ -138,8 +162,8 @@ class Engined:
             block_size=engines.block_size,
             max_num_seqs=4,
             bandwidth_limit=SLOW_BYTES_PER_S if engines.slow_copy else None,
-            flags=tuple(flags),
-            env=env,
+            flags=(*flags, *self._flags),
+            env=env | self._env,
             runner="v2" if engines.runner == "v2" and not on_gpu else "",
             gpu=on_gpu,
             eager=not engines.graphs,
@@ -150,12 +174,17 @@ class Engined:
         self._num_fleets += 1
         return Fleet(None if self._logs is None else self._logs / f"{self._num_fleets:02d}")
 
+    def _patience(self) -> float:
+        return min(self._start_timeout_s, self._budget.left)
+
     def _not_started(self, died: ServerDied, spec: ServerSpec) -> NotStarted:
         """Whether vLLM by itself starts so, is asked of vLLM."""
+        if self._patience() < LEAST_START_S:
+            return NotStarted(f"no time to try vLLM without the llumlet; with it: {cause_of(died)}", stock=False)
         stock = dataclasses.replace(spec, llumlet=False, flags=spec.flags[LLUMLETS_OWN:])
         with self._fleet() as fleet:
             try:
-                fleet.start(stock, timeout_s=START_TIMEOUT_S)
+                fleet.start(stock, timeout_s=self._patience())
             except ServerDied as error:
                 return NotStarted(f"vLLM does not start so: {cause_of(error)}", stock=True)
         return NotStarted(f"vLLM starts so without the llumlet only: {cause_of(died)}", stock=False)
@@ -173,7 +202,8 @@ def found_in(server: Server) -> Runs:
     if found is None:
         raise LookupError(f"{server.name} does not say which runner it has")
     workers = [pid for pid in server.pids() if "Worker" in command_line(pid)]
-    return Runs(found[1], found[2], int(found[3]), "mp" if workers else "uni")
+    attention = sorted(set(_ATTENTION.findall(server.log_text())))
+    return Runs(found[1], found[2], int(found[3]), "mp" if workers else "uni", ", ".join(attention))
 
 
 class _Task:
@@ -246,6 +276,8 @@ class _Task:
                 await stream.wait_for(self._scale.first + number * self._scale.between)
                 await _may_move(source, stream)
                 moves.append(await move_stream(source, destination, stream))
+                if not moves[-1].moved:
+                    break  # the stream is where it was, and the move says why
                 source, destination = destination, source
             return await stream.result(), moves
 

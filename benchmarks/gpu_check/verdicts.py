@@ -12,13 +12,16 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
+from benchmarks.gpu_check.budget import Budget
 from benchmarks.gpu_check.cells import Cell, Engines, Machine, Task, why_unrun
-from tests.support.moves import Move
 from tests.support.progress import Say
+
+if TYPE_CHECKING:
+    from tests.support.moves import Move
 
 Numerics = Literal["as started", "batch invariant", "float32"]
 Verdict = Literal["right", "wrong", "undecided", "unrun"]
@@ -40,12 +43,14 @@ class NotStarted(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Runs:
-    """One engine, by its own word: "RUNNER behind SCHEDULER, steps in flight: N"; and whether workers are processes."""
+    """One engine, by its own word: "RUNNER behind SCHEDULER, steps in flight: N"; whether workers are processes, and
+    the attention backend, empty where the log does not name it."""
 
     runner: str
     scheduler: str
     steps_in_flight: int
     executor: str
+    attention: str = ""
 
     @property
     def runner_kind(self) -> str:
@@ -124,48 +129,88 @@ def numerics_of(task: Task, stand_in: bool) -> list[Numerics]:
     return rungs[1:] if task == "prefix" else rungs
 
 
-def run_cells(cells: list[Cell], machine: Machine, bench: Bench[Any], say: Say) -> list[Part]:
-    """A row for each, in order. Cells with the same engines share a pair."""
-    rows = []
+def run_cells(
+    cells: list[Cell],
+    machine: Machine,
+    bench: Bench[Any],
+    say: Say,
+    budget: Budget | None = None,
+    most: int = len(NUMERICS),
+) -> Generator[Part]:
+    """A row for each, as soon as it is known. Cells with the same engines share a pair.
+
+    most: how many numerics are tried of each cell. No pair is begun for which `budget` has no time; the rows of cells
+    that were left for that say so.
+    """
+    budget = budget or Budget()
     for engines, group in itertools.groupby(cells, key=lambda cell: cell.engines):
         same = list(group)
-        why = why_unrun(same[0], machine)
-        attempts: dict[str, list[Part]] = {cell.name: [] for cell in same}
-        if why is None:
-            _attempt(engines, same, machine, bench, say, attempts)
-        rows += [row(cell, attempts[cell.name], why) for cell in same]
-    return rows
-
-
-def _attempt(
-    engines: Engines, cells: list[Cell], machine: Machine, bench: Bench[Any], say: Say, attempts: dict[str, list[Part]]
-) -> None:
-    """Fill in `attempts`, on one pair of engines for each way of computing that is needed."""
-    for numerics in NUMERICS:
-        pending = [cell for cell in cells if _is_next(attempts[cell.name], numerics, cell, machine)]
-        if not pending:
+        if (why := why_unrun(same[0], machine)) is not None:
+            yield from (row(cell, [], why) for cell in same)
             continue
-        say(f"{pending[0].name}: starting engines, {numerics}")
+        made: dict[str, list[Part]] = {cell.name: [] for cell in same}
+        for numerics in NUMERICS:
+            yield from _attempted(numerics, engines, same, machine, bench, say, budget, most, made)
+
+
+def _attempted(
+    numerics: Numerics,
+    engines: Engines,
+    cells: list[Cell],
+    machine: Machine,
+    bench: Bench[Any],
+    say: Say,
+    budget: Budget,
+    most: int,
+    made: dict[str, list[Part]],
+) -> Iterator[Part]:
+    """Make an attempt of all cells that need it in these numerics, on one pair; the rows of those that need no more."""
+
+    def following(cell: Cell) -> Numerics | None:
+        return _next(made[cell.name], numerics_of(cell.task, machine.stand_in)[:most])
+
+    pending = [cell for cell in cells if following(cell) == numerics]
+    if not pending:
+        return
+    if (why := budget.why_no_more()) is not None:
+        for cell in pending:
+            yield row(cell, made[cell.name], why, left=True)
+            made[cell.name].append({"numerics": numerics, "verdict": "unrun", "why": [why], "left": True})
+        return
+    say(f"{pending[0].name}: starting engines, {numerics}")
+    begun = list(pending)
+    with budget.pair():
         try:
             with bench.pair(engines, numerics) as pair:
-                for cell in pending:
+                while begun:
+                    cell = begun[0]
                     say(f"{cell.name}, {numerics}")
                     seen = _observed(partial(bench.observe, pair, cell), cell)
-                    attempts[cell.name].append({"numerics": numerics} | seen)
+                    begun.pop(0)
+                    made[cell.name].append({"numerics": numerics} | seen)
+                    if following(cell) is None:
+                        yield row(cell, made[cell.name], None)
         except NotStarted as error:
-            outcome = {"numerics": numerics, "verdict": "unrun" if error.stock else "wrong", "why": [str(error)]}
-            for cell in pending:
-                attempts[cell.name].append(dict(outcome))
+            outcome: Part = {"verdict": "unrun" if error.stock else "wrong", "why": [str(error)]}
+        except Exception as error:  # noqa: BLE001 - of the harness: the cells behind these are still to come
+            say(f"{pending[0].name}: {error}")
+            outcome = {"verdict": "wrong", "why": [f"{type(error).__name__}: {error}"]}
+    for cell in begun:
+        made[cell.name].append({"numerics": numerics} | outcome)
+        if following(cell) is None:
+            yield row(cell, made[cell.name], None)
 
 
-def _is_next(made: list[Part], numerics: Numerics, cell: Cell, machine: Machine) -> bool:
-    """The first attempt, or one more because those before leave open what tokens tell. One that is wrong only by its
-    tokens is no better for another, but whoever looks for the fault knows more."""
-    if numerics not in numerics_of(cell.task, machine.stand_in):
-        return False
+def _next(made: list[Part], rungs: list[Numerics]) -> Numerics | None:
+    """The numerics of the first attempt, or of one more because those before leave open what tokens tell. One that is
+    wrong only by its tokens is no better for another, but whoever looks for the fault knows more."""
+    if any(attempt.get("left") for attempt in made):
+        return None
     if [(attempt["numerics"], attempt["verdict"]) for attempt in made] == [("as started", "unrun")]:
-        return False  # it is not for the numerics that vLLM does not start
-    return all(attempt["verdict"] in ("undecided", "unrun") or attempt.get("tokens_only") for attempt in made)
+        return None  # it is not for the numerics that vLLM does not start
+    if not all(attempt["verdict"] in ("undecided", "unrun") or attempt.get("tokens_only") for attempt in made):
+        return None
+    return rungs[len(made)] if len(made) < len(rungs) else None
 
 
 def _observed(observe: Callable[[], Observed], cell: Cell) -> Part:
@@ -185,13 +230,16 @@ def _observed(observe: Callable[[], Observed], cell: Cell) -> Part:
     }
 
 
-def row(cell: Cell, attempts: list[Part], obstacle: str | None) -> Part:
-    """The cell's line of the report. What was wrong once is wrong, whatever came of it in other numerics."""
+def row(cell: Cell, attempts: list[Part], obstacle: str | None, *, left: bool = False) -> Part:
+    """The cell's line of the report. What was wrong once is wrong, whatever came of it in other numerics. `left`: an
+    attempt was not made for lack of time."""
     verdicts = [attempt["verdict"] for attempt in attempts]
     order: tuple[Verdict, ...] = ("wrong", "right", "undecided", "unrun")
     verdict = next((it for it in order if it in verdicts), "unrun")
-    why = [obstacle] if obstacle else [] if verdict == "right" else [it for a in attempts for it in a["why"]]
-    proved = {runs["runner"] for attempt in attempts for runs in attempt.get("engines", ())}
+    found = [] if verdict == "right" else [it for attempt in attempts for it in attempt["why"]]
+    why = ([obstacle] if obstacle else []) + found
+    engines = [runs for attempt in attempts for runs in attempt.get("engines", ())]
+    proved, backends = {runs["runner"] for runs in engines}, {runs["attention"] for runs in engines}
     return {
         "cell": cell.name,
         "task": cell.task,
@@ -199,8 +247,10 @@ def row(cell: Cell, attempts: list[Part], obstacle: str | None) -> Part:
         "verdict": verdict,
         "why": why,
         "runner": ", ".join(sorted(proved)) or None,
+        "attention": ", ".join(sorted({it for it in backends if it})) or None,
         "concluded": concluded(attempts),
-        "attempts": attempts,
+        "left": left,
+        "attempts": list(attempts),
     }
 
 

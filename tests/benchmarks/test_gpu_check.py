@@ -6,19 +6,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import device, verdicts
+from benchmarks.gpu_check import device, engines, ipc, parts, pulls, verdicts
+from benchmarks.gpu_check.budget import Budget
 from benchmarks.gpu_check.cells import (
     ATTENTIONS,
     BLOCK_SIZES,
@@ -32,7 +38,7 @@ from benchmarks.gpu_check.cells import (
     single,
     why_unrun,
 )
-from benchmarks.gpu_check.engines import Engined, cause_of
+from benchmarks.gpu_check.engines import Engined, cause_of, found_in
 from benchmarks.gpu_check.verdicts import NotStarted, Numerics, Observed, Part, Runs, run_cells
 from tests.support.beside import Beside, paused
 from tests.support.harness import Fleet, Server, ServerDied, ServerSpec
@@ -44,15 +50,38 @@ from vllm_llumnix.kv.kernels.plan import BlockCopy
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "BLOCKS", 8)
+    monkeypatch.setattr(device, "REAL_BLOCKS", 2)
     monkeypatch.setattr(device, "TIMES", 2)
+    monkeypatch.setattr(pulls, "BLOCKS", 4)
+    monkeypatch.setattr(pulls, "SECONDS", 0.2)
+    monkeypatch.setattr(pulls, "WIDTH", 64)
+
+
+CPU = torch.device("cpu")
 
 
 def test_kernels() -> None:
-    part = device.check_kernels(torch.device("cpu"), ("cuda", "cpp", "torch"))
-    assert part["verdict"] == "right"
+    part = device.check_kernels(CPU, ("cuda", "cpp", "torch"))
+    assert (part["verdict"], part["wrong"]) == ("right", [])
     assert part["missing"] == {"cuda": "it copies on CUDA devices only"}
     assert {row["backend"] for row in part["speeds"]} == {"cpp", "torch"}
-    assert all(row["gb_s"] > 0 for row in part["speeds"])
+    assert all(row["gather_gb_s"] > 0 < row["scatter_gb_s"] for row in part["speeds"])
+    timed = {row["pages"] for row in part["speeds"]}
+    assert {"LBNHC, a real model's block", "LBNHC, half of the heads", "LBHNC, vector by vector"} < timed
+
+
+def test_a_real_models_block_is_among_what_is_copied() -> None:
+    cases = {case.name: case for case in device.cases()}
+    assert cases["LBNHC, a real model's block"].layout.bytes_per_block == 9 << 18
+    regions = {case.name: len(case.layout.regions) for case in cases.values() if case.cut is not None}
+    assert regions == {
+        "LBNHC, half of the heads": device.TOKENS,
+        "LBNHC, a quarter of the tokens": 1,
+        "LBNHC, vector by vector": device.HEADS * device.TOKENS,
+        "LBHNC, half of the heads": 1,
+        "LBHNC, a quarter of the tokens": device.HEADS,
+        "LBHNC, vector by vector": device.HEADS * device.TOKENS,
+    }
 
 
 def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +90,8 @@ def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         copy.buffer[copy.num_bytes - 1] ^= 1
 
     monkeypatch.setattr(native, "copy_blocks_cpu", wrong)
-    part = device.check_kernels(torch.device("cpu"), ("cpp",))
-    assert (part["verdict"], len(part["wrong"])) == ("wrong", 6)
+    part = device.check_kernels(CPU, ("cpp",))
+    assert (part["verdict"], len(part["wrong"])) == ("wrong", len(list(device.cases())))
 
 
 def test_seals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +103,55 @@ def test_seals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_self_test_says_what_copies() -> None:
-    part = device.self_test(torch.device("cpu"))
-    assert (part["verdict"], part["copied_by"], part["passed_over"]) == ("right", ["cpp"], [])
+    part = device.self_test(CPU, ("cpp",))
+    assert (part["verdict"], part["copied_by"], part["passed_over"]) == ("right", ["cpp"], {})
+
+
+def test_a_backend_that_is_passed_over_makes_the_self_test_wrong() -> None:
+    """Whatever copies in its place, and also if it is behind one that copies."""
+    part = device.self_test(CPU, ("cpp", "cuda"))
+    assert (part["verdict"], part["copied_by"]) == ("wrong", ["cpp"])
+    assert part["passed_over"] == {"cuda": "it copies on CUDA devices only"}
+
+
+@pytest.mark.parametrize("transport", pulls.TRANSPORTS)
+def test_a_pull_between_two_processes_beside_a_model(transport: str) -> None:
+    part = pulls.check_pull(CPU, transport)
+    assert (part["verdict"], part["copied_by"], part["mib"]) == ("right", "cpp", 9)
+    assert part["pulls"] >= pulls.MIN_PULLS
+    assert part["gb_s_p50"] > 0
+    assert part["steps"]["quiet"]["p99_ms"] >= part["steps"]["quiet"]["p50_ms"] > 0
+    assert part["steps"]["beside_pulls"]["steps"] > 0
+
+
+def test_a_pull_that_fails_says_why() -> None:
+    found = parts.carried_out(lambda: pulls.check_pull(CPU, "nixl"), None)
+    assert found["verdict"] == "wrong"
+    assert "no nixl: no transport 'nixl'" in found["why"]
+
+
+def test_a_survivor_that_does_not_compute_is_wrong() -> None:
+    well = [{"when": when, "pulls": 2, "noticed": "has ended", "why": None} for when in ipc.WHEN]
+    assert ipc.judged(well)["verdict"] == "right"
+    dead = [well[0], {**well[1], "why": "RuntimeError: CUDA error: an illegal memory access was encountered"}, well[2]]
+    part = ipc.judged(dead)
+    assert (part["verdict"], len(part["wrong"])) == ("wrong", 1)
+    assert part["wrong"][0].startswith("killed during a copy: RuntimeError: CUDA error")
+    idle = ipc.judged([{**well[0], "pulls": 0}, {**well[1], "pulls": 0}, well[2]])
+    assert idle["wrong"] == ["killed during a copy: nothing was read before"]
+
+
+def test_survivors_prove_that_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = torch.zeros(64, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert ipc.why_it_does_not_compute(storage) is None
+    assert bool((storage == 1).all())
+
+    def sticky() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", sticky)
+    assert "illegal memory access" in (ipc.why_it_does_not_compute(storage) or "")
 
 
 # Which cells
@@ -157,6 +233,13 @@ RuntimeError: Engine core initialization failed. See root cause above.
 """
 
 
+def test_flags_and_environment_of_all_servers(tmp_path: Path) -> None:
+    bench = Engined(MACHINE, None, tmp_path, flags=["--attention-backend", "TRITON_ATTN"], env={"VLLM_X": "1"})
+    spec = bench.spec(Engines(), "as started", "a")
+    assert spec.command(1)[-2:] == ["--attention-backend", "TRITON_ATTN"]
+    assert spec.environment(tmp_path)["VLLM_X"] == "1"
+
+
 @pytest.mark.parametrize("stock", [True, False])
 def test_whose_fault_it_is_that_engines_do_not_start(
     stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +261,104 @@ def test_whose_fault_it_is_that_engines_do_not_start(
     assert [spec.llumlet for spec in asked] == [True, True, False]
     assert not [word for word in asked[-1].command(1) if "llumlet" in word]
     assert cause_of(ServerDied("a was not ready after 600 s")) == "a was not ready after 600 s"
+
+
+def test_without_time_vllm_alone_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def start(self: Fleet, *specs: ServerSpec, timeout_s: float) -> list[Server]:
+        asked.append(timeout_s)
+        raise ServerDied(LOG)
+
+    monkeypatch.setattr(Fleet, "start", start)
+    bench = Engined(MACHINE, tmp_path, tmp_path, start_timeout_s=50, budget=Budget(10, clock=lambda: 0.0))
+    with pytest.raises(NotStarted, match="no time to try vLLM without the llumlet; with it: ValueError") as error:
+        bench.pair(Engines(), "as started").__enter__()
+    assert (error.value.stock, asked) == (False, [10])
+
+
+class Answering(Server):
+    """Is healthy, and has an error for its first request."""
+
+    def __init__(self, error: OSError, log: Path) -> None:
+        log.write_text("EngineCore: RuntimeError: CUDA error: invalid argument\n")
+        self.name, self.log, self.spec, self.error = "a", log, ServerSpec(log, llumlet=False), error
+
+    def _read_pid(self) -> None:
+        """It is known."""
+
+    def healthy(self) -> bool:
+        return True
+
+    def generate(self, prompt: str | list[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (HTTPError("http://a", 500, "", Message(), io.BytesIO(b"engine dead")), "first request with 500: engine dead"),
+        (URLError("refused"), "did not answer its first request: <urlopen error refused>"),
+        (TimeoutError("timed out"), "did not answer its first request: timed out"),
+    ],
+)
+def test_engine_that_fails_its_warm_up_has_not_started(error: OSError, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ServerDied, match=said) as died:
+        Answering(error, tmp_path / "a.log").wait_ready()
+    assert "CUDA error: invalid argument" in str(died.value)
+
+
+@pytest.mark.asyncio
+async def test_stream_whose_move_was_refused_is_moved_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the refusal is what is told, not that the stream has ended meanwhile."""
+    moves = [a_move(), a_move(phase="stayed", reason="no_slots", detail="4 of 4"), a_move()]
+    asked: list[tuple[Any, Any]] = []
+
+    class Endless:
+        token_ids = TOKENS
+
+        async def wait_for(self, count: int) -> None:
+            """There are so many."""
+
+        async def result(self) -> Endless:
+            return self
+
+    async def move_stream(source: Any, destination: Any, stream: Any) -> Move:
+        asked.append((source, destination))
+        return moves[len(asked) - 1]
+
+    async def at_once(*_: Any) -> Any:
+        return Endless()
+
+    monkeypatch.setattr(engines, "Client", lambda url: contextlib.nullcontext(url))
+    monkeypatch.setattr(engines, "move_stream", move_stream)
+    monkeypatch.setattr(engines, "_may_move", at_once)
+    monkeypatch.setattr(engines._Task, "_begin", at_once)
+    a, b = (SimpleNamespace(base_url=name) for name in "ab")
+    found = Observed([])
+    _, made = await engines._Task(engines.Two(a, b), CELL, engines.ON_GPU, found)._moved(256)  # type: ignore[arg-type]
+    assert (made, asked) == (moves[:2], [(a, b), (b, a)])
+    told = verdicts.judged(CELL, dataclasses.replace(seen(), moves=made))
+    assert told.why == ["a move was not live: stayed, live, no_slots 4 of 4"]
+
+
+def test_answers_outlast_their_moves_and_fit_the_models() -> None:
+    scale = engines.ON_GPU
+    assert scale.tokens >= 2000
+    assert max(scale.lengths) == 6000
+    assert max(scale.lengths) + scale.tokens <= 8192
+
+
+def test_a_log_names_the_attention_backend(tmp_path: Path) -> None:
+    log = "this engine has X behind Y, steps in flight: 2\n"
+    told = {
+        "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'TRITON_ATTN'].": "FLASH_ATTN",
+        "Using AttentionBackendEnum.TRITON_ATTN backend.": "TRITON_ATTN",
+        "Using FlashAttention version 3": "",
+    }
+    for line, backend in told.items():
+        server = SimpleNamespace(log_text=lambda line=line: log + line, pids=list, name="a")
+        assert found_in(server) == Runs("X", "Y", 2, "uni", backend)  # type: ignore[arg-type]
 
 
 # What follows from what was seen
@@ -228,6 +409,7 @@ class Script:
 
 def row_of(script: Script, cell: Cell = CELL, machine: Machine = MACHINE) -> Part:
     (row,) = run_cells([cell], machine, script, lambda text: None)
+    assert row["left"] is False
     json.dumps(row)
     return row
 
@@ -238,7 +420,13 @@ def test_right() -> None:
     assert (row["verdict"], row["why"], row["runner"]) == ("right", [], V2)
     assert row["concluded"] == "exact, as started"
     (engine, _) = row["attempts"][0]["engines"]
-    assert engine == {"runner": V2, "scheduler": "AsyncScheduler", "steps_in_flight": 2, "executor": "uni"}
+    assert engine == {
+        "runner": V2,
+        "scheduler": "AsyncScheduler",
+        "steps_in_flight": 2,
+        "executor": "uni",
+        "attention": "",
+    }
     assert script.pairs == ["as started"]
 
 
@@ -339,25 +527,161 @@ def test_what_breaks_is_wrong() -> None:
 def test_cells_with_equal_engines_share_a_pair() -> None:
     script = Script(as_started=seen())
     named = [Cell("one", Engines()), Cell("other", Engines(), "json"), Cell("third", Engines(lora=True), "lora")]
-    rows = run_cells(named, MACHINE, script, lambda text: None)
+    rows = list(run_cells(named, MACHINE, script, lambda text: None))
     assert [row["cell"] for row in rows] == ["one", "other", "third"]
     assert script.pairs == ["as started"] * 2
+
+
+def test_a_row_is_there_before_the_next_cell_begins() -> None:
+    script = Script(as_started=seen())
+    rows = run_cells([Cell("one", Engines()), Cell("other", Engines(lora=True))], MACHINE, script, lambda text: None)
+    assert (next(rows)["cell"], script.pairs) == ("one", ["as started"])
+    assert (next(rows)["cell"], script.pairs) == ("other", ["as started"] * 2)
+
+
+def test_a_harness_that_breaks_costs_one_pair() -> None:
+    script = Script(as_started=seen())
+    pair, broken = script.pair, [True]
+
+    @contextlib.contextmanager
+    def once(engines: Engines, numerics: Numerics) -> Iterator[str]:
+        if broken:
+            raise ValueError(broken.pop())
+        with pair(engines, numerics) as made:
+            yield made
+
+    script.pair = once  # type: ignore[method-assign]
+    named = [Cell("one", Engines()), Cell("other", Engines(lora=True))]
+    rows = list(run_cells(named, MACHINE, script, lambda text: None))
+    assert [(row["verdict"], row["why"]) for row in rows] == [("wrong", ["ValueError: True"]), ("right", [])]
+
+
+def test_no_pair_is_begun_for_which_there_is_no_time() -> None:
+    now = [0.0]
+    budget = Budget(200, clock=lambda: now[0])
+
+    class Slow(Script):
+        def observe(self, pair: str, cell: Cell) -> Observed:
+            now[0] += 90.0
+            return super().observe(pair, cell)
+
+    script = Slow(as_started=seen())
+    named = [Cell(name, Engines(ranks=number)) for number, name in enumerate("abcd", 1)]
+    rows = list(run_cells(named, MACHINE, script, lambda text: None, budget))
+    assert [(row["cell"], row["verdict"], row["left"]) for row in rows] == [
+        *(("a", "right", False), ("b", "right", False)),
+        *(("c", "unrun", True), ("d", "unrun", True)),
+    ]
+    assert rows[2]["why"] == ["no time: 20 s are left, a pair of engines has taken up to 90 s"]
+    assert len(script.pairs) == 2
+
+
+def test_a_cell_that_is_left_undecided_for_lack_of_time_says_so() -> None:
+    now = [0.0]
+    script = Script(as_started=seen(unmoved=[(TOKENS, OTHER)]), batch_invariant=seen())
+
+    def say(text: str) -> None:
+        now[0] += 30.0
+
+    (row,) = run_cells([CELL], MACHINE, script, say, Budget(100, clock=lambda: now[0]))
+    assert (row["verdict"], row["left"], script.pairs) == ("undecided", True, ["as started"])
+    assert row["why"][0].startswith("no time: 40 s are left")
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_so_many_numerics_are_tried(most: int) -> None:
+    apart = seen(unmoved=[(TOKENS, OTHER)])
+    script = Script(**dict.fromkeys(("as_started", "batch_invariant", "float32"), apart))
+    (row,) = run_cells([CELL], MACHINE, script, lambda text: None, most=most)
+    assert row["verdict"] == "undecided"
+    assert script.pairs == list(verdicts.NUMERICS[:most])
+    script.pairs.clear()
+    (row,) = run_cells([Cell("it", Engines(), "prefix")], MACHINE, script, lambda text: None, most=most)
+    assert script.pairs == list(verdicts.NUMERICS[1:][:most])
 
 
 # The report
 
 
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert gpu_check.main(["--json", str(tmp_path / "gpu.json")]) == 1
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "new" / "gpu.jsonl"
+    assert gpu_check.main(["--json", str(file)]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "gpu.json").read_text()) == report
-    assert {part["verdict"] for part in [*report["parts"].values(), *report["cells"]]} == {"unrun"}
+    head, *rows, tail = map(json.loads, file.read_text().splitlines())
+    assert [row for row in rows if "cell" in row] == report["cells"]
+    assert {row["part"]: row for row in rows if "part" in row} == report["parts"]
+    assert head | {"parts": report["parts"], "cells": report["cells"]} | tail == report
+    assert {row["verdict"] for row in rows} == {"unrun"}
     assert {why for row in report["cells"] for why in row["why"]} == {"torch sees no GPU"}
-    assert len(report["cells"]) == len(matrix()) + len(single(stand_in=False))
-    assert (report["gpus"], report["stand_in"]) == ([], None)
-    assert report["counts"] == {"right": 0, "wrong": 0, "undecided": 0, "unrun": len(report["cells"]) + 5}
+    assert [row["cell"] for row in report["cells"]] == [cell.name for cell in single(stand_in=False) + matrix()]
+    assert (report["gpus"], report["stand_in"], report["left"]) == ([], None, [])
+    assert report["counts"] == {"right": 0, "wrong": 0, "undecided": 0, "unrun": len(rows)}
+    assert report["vllm_asks_for"].startswith("torch==")
+    assert report["torch"] == torch.__version__
+    assert gpu_check.main(["--no-parts", "--cells", "tcp", "--json", str(file)]) == 1
+    assert len(file.read_text().splitlines()) == len(rows) + 2 + 3, "what was there before is still there"
+
+
+def test_a_line_is_written_as_soon_as_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, found = tmp_path / "gpu.jsonl", list[list[str]]()
+
+    def noting(*_: Any) -> Iterator[Part]:
+        for name in ("one", "other"):
+            found.append([next(iter(json.loads(line).values())) for line in file.read_text().splitlines()])
+            yield {"part": name, "verdict": "right", "left": False}
+
+    monkeypatch.setattr(parts, "run_parts", noting)
+    assert gpu_check.main(["--stand-in", "--no-cells", "--json", str(file)]) == 0
+    assert found == [["gpu_check"], ["gpu_check", "one"]]
+
+
+def test_parts_by_name_and_in_what_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--stand-in", "--no-cells", "--parts", "seals,self_test"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["parts"]) == ["seals", "self_test"]
+    assert report["cells"] == []
+    assert gpu_check.main(["--stand-in", "--no-cells", "--parts", "seals", "--seconds", "0"]) == 1
+    found = capsys.readouterr()
+    assert json.loads(found.out)["left"] == ["seals"]
+    assert "for lack of time this was left: seals" in found.err
+
+
+def test_parts_need_nothing_of_vllm(tmp_path: Path) -> None:
+    """Where vLLM cannot be imported, neither here nor in the processes of the parts."""
+    (tmp_path / "vllm.py").write_text("raise ImportError('there is no vLLM here')\n")
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--stand-in", "--numerics", "1", "--cells", "LoRA"]
+    command += ["--parts", "self_test,seals,pull_local,pull_tcp"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(gpu_check.ipc.ROOT)])}
+    run = subprocess.run(
+        [sys.executable, "-c", SMALL, *command[3:]],
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+        env=environment,
+        cwd=gpu_check.ipc.ROOT,
+    )
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert {name: part["verdict"] for name, part in report["parts"].items()} == dict.fromkeys(
+        ("self_test", "seals", "pull_local", "pull_tcp"), "right"
+    )
+    (row,) = report["cells"]
+    assert (row["verdict"], row["why"]) == ("unrun", ["vLLM cannot be imported: there is no vLLM here"])
+
+
+SMALL = """
+import sys
+from benchmarks.gpu_check import __main__ as gpu_check, device, pulls
+device.BLOCKS, pulls.BLOCKS, pulls.SECONDS, pulls.WIDTH = 8, 4, 0.2, 64
+sys.exit(gpu_check.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.parametrize(("verdict", "status"), [("right", 0), ("wrong", 1), ("undecided", 1), ("unrun", 0)])
@@ -366,23 +690,38 @@ def test_a_stand_in_is_named_and_the_exit_code(
 ) -> None:
     """Here the processor's kernels are right, so something was."""
 
-    def rows(chosen: list[Cell], machine: Machine, *_: Any) -> list[Part]:
+    def rows(chosen: list[Cell], machine: Machine, *_: Any) -> Iterator[Part]:
         assert (machine.stand_in, [cell.name for cell in chosen]) == (True, ["LoRA", "eager-v1-fp8-gqa-16"])
         attempt = {"verdict": verdict, "numerics": "as started", "why": []}
-        return [verdicts.row(cell, [attempt], None) for cell in chosen]
+        yield from (verdicts.row(cell, [attempt], None) for cell in chosen)
 
     monkeypatch.setattr(gpu_check, "run_cells", rows)
-    assert gpu_check.main(["--stand-in", "--cells", "LoRA,eager-v1-fp8-gqa-16"]) == status
+    command = ["--stand-in", "--parts", "self_test,ipc", "--cells", "LoRA,eager-v1-fp8-gqa-16"]
+    assert gpu_check.main(command) == status
     report = json.loads(capsys.readouterr().out)
     assert "no GPU was checked" in report["stand_in"]
-    assert [report["parts"][name]["verdict"] for name in ("self_test", "kernels", "seals")] == ["right"] * 3
-    assert [report["parts"][name]["verdict"] for name in ("ipc", "ipc_killed_source")] == ["unrun"] * 2
+    assert {name: part["verdict"] for name, part in report["parts"].items()} == {"self_test": "right", "ipc": "unrun"}
 
 
-def test_a_cell_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("no_gpu")
+def test_a_stand_in_has_all_parts_but_those_of_ipc() -> None:
+    unrun = {name for name, (_, obstacle) in parts.chosen(True, None).items() if obstacle}
+    assert unrun == {"ipc", "ipc_killed_source"}
+    assert all(obstacle == "torch sees no GPU" for _, obstacle in parts.chosen(False, None).values())
+
+
+@pytest.mark.parametrize("kind", ["cell", "part"])
+def test_a_name_that_is_not_there(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        gpu_check.main(["--cells", "LoRA,no such"])
-    assert "no cell is called no such; there are: graphs-v2-bf16-gqa-16" in capsys.readouterr().err
+        gpu_check.main([f"--{kind}s", "LoRA,no such" if kind == "cell" else "seals,no such"])
+    first = "defaults" if kind == "cell" else "self_test"
+    assert f"no {kind} is called no such; there are: {first}" in capsys.readouterr().err
+
+
+def test_an_environment_is_name_and_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--env", "VLLM_X"])
+    assert "'VLLM_X' is not NAME=VALUE" in capsys.readouterr().err
 
 
 # With engines

@@ -186,15 +186,13 @@ def source_process(
 
 class FakeWorker:
     """What `start_mover` reads of a vLLM worker, on a torch storage that holds a `Memory`'s
-    layout.
+    layout: by default that of `memory` itself.
     """
 
-    def __init__(self, memory: Memory, device: str = "cpu") -> None:
-        import torch
-
+    def __init__(self, memory: Memory, device: str = "cpu", storage: torch.Tensor | None = None) -> None:
         self.rank = 0
         self.device = torch.device(device)
-        self.storage = torch.from_numpy(memory.bytes)
+        self.storage = torch.from_numpy(memory.bytes) if storage is None else storage
         self.model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
         layer = SimpleNamespace(isa="amx")
         self.vllm_config = SimpleNamespace(

@@ -68,7 +68,7 @@ def add_runner(parser: argparse.ArgumentParser) -> None:
 
 
 class ServerDied(RuntimeError):
-    """A server ended, or was not ready in time; the text holds the end of its log."""
+    """A server ended, was not ready in time, or did not answer its first request; the text has the end of its log."""
 
 
 class LlumletAddress(NamedTuple):
@@ -359,7 +359,13 @@ class Server(Command):
             time.sleep(0.25)
         if self.spec.llumlet:
             self.llumlet = self._find_llumlet()
-        self.generate(list(range(100, 100 + WARM_UP_TOKENS)), max_tokens=4, **self.spec.warm_up)
+        try:
+            self.generate(list(range(100, 100 + WARM_UP_TOKENS)), max_tokens=4, **self.spec.warm_up)
+        except urllib.error.HTTPError as error:
+            why = f"answered its first request with {error.code}: {error.read(1000).decode(errors='replace')}"
+            raise ServerDied(f"{self.name} {why}\n{self._tail()}") from None
+        except OSError as error:
+            raise ServerDied(f"{self.name} did not answer its first request: {error}\n{self._tail()}") from None
         return self
 
     def generate(self, prompt: str | list[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
@@ -431,8 +437,9 @@ class Fleet:
     def start(self, *specs: ServerSpec, timeout_s: float = START_TIMEOUT_S) -> list[Server]:
         """Start one server per spec, all at once, and wait for all of them."""
         started = self.launch(*specs)
+        deadline = time.monotonic() + timeout_s
         for server in started:
-            server.wait_ready(timeout_s, self._progress)
+            server.wait_ready(deadline - time.monotonic(), self._progress)
         return started
 
     def launch(self, *specs: ServerSpec) -> list[Server]:

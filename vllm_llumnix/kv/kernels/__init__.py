@@ -71,15 +71,17 @@ def settle(layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) ->
     passed over. `torch` is what the others are held to, and taken if they fail.
     """
 
-    def why_not(backend: Backend) -> str | None:
-        if backend == "torch":
-            return None
-        carry = functools.partial(_carry, backend, NUM_THREADS, max_sms)
-        return obstacle(backend, device.type) or trial.why_not(carry, layout, device)
-
-    choice = _first(device, why_not)
+    choice = _first(device, functools.partial(why_not, layout=layout, device=device, max_sms=max_sms))
     _settled[device] = choice.backend
     return choice
+
+
+def why_not(backend: Backend, layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) -> str | None:
+    """What is wrong with `backend` on `device`, by carrying it out with pages like the layout's; None if nothing is."""
+    if backend == "torch":
+        return None
+    carry = functools.partial(_carry, backend, NUM_THREADS, max_sms)
+    return obstacle(backend, device.type) or trial.why_not(carry, layout, device)
 
 
 def gather(

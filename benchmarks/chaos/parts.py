@@ -86,6 +86,13 @@ class Part:
         return found[0], found[1]
 
 
+class Gateway(Part):
+    def __init__(self, name: str, schedulers: str, logs: Path) -> None:
+        port = free_port()
+        self.metrics_url = f"http://127.0.0.1:{port}"
+        super().__init__(name, ("--metrics-port", str(port), "--scheduler-endpoints", schedulers, *_GATEWAY), logs)
+
+
 class Redis:
     def __init__(self, logs: Path) -> None:
         program = shutil.which("redis-server")
@@ -157,7 +164,7 @@ async def fleet_of(size: int, cms: str, log: Path) -> AsyncIterator[FleetProcess
 class Cluster:
     redis: Redis
     schedulers: list[Part]
-    gateways: list[Part]
+    gateways: list[Gateway]
     fleet: FleetProcess
     sizes: dict[str, list[tuple[float, int, int]]] = field(default_factory=dict)
     """Sizes by part that lived through it all: when, resident bytes, descriptors."""
@@ -191,7 +198,9 @@ class Cluster:
     async def held(self) -> dict[str, float]:
         """What is in flight anywhere: all of it 0 when the last client has left."""
         async with aiohttp.ClientSession() as session:
-            at_gateways = sum([await _gauge(session, one.url, "gateway_current_requests") for one in self.gateways])
+            at_gateways = sum(
+                [await _gauge(session, one.metrics_url, "gateway_current_requests") for one in self.gateways]
+            )
             in_accounts = 0
             for scheduler in self.schedulers:
                 async with session.get(f"{scheduler.url}/debug/view") as answer:
@@ -217,7 +226,7 @@ async def cluster_of(size: int, logs: Path) -> AsyncIterator[Cluster]:
         schedulers = [Part(f"scheduler-{n}", ("--cms", redis.url, *_SCHEDULER), logs) for n in range(2)]
         parts += schedulers
         addresses = ",".join(f"127.0.0.1:{one.port}" for one in schedulers)
-        gateways = [Part(f"gateway-{n}", ("--scheduler-endpoints", addresses, *_GATEWAY), logs) for n in range(2)]
+        gateways = [Gateway(f"gateway-{n}", addresses, logs) for n in range(2)]
         parts += gateways
         async with fleet_of(size, redis.url, logs / "fleet.log") as fleet:
             for part in parts:

@@ -18,7 +18,7 @@ from llumsched.gateway.forwarded import keys_shown
 from llumsched.gateway.metrics import Metrics
 from llumsched.gateway.refusals import Refusals
 
-_OPEN: Final = frozenset({"/health", "/healthz", "/ping", "/ready", "/metrics"})
+_OPEN: Final = frozenset({"/health", "/healthz", "/ping", "/ready"})
 _RELOAD_S: Final = 1.0
 _UNKNOWN: Final = ""
 _CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}

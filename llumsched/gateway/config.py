@@ -66,6 +66,12 @@ class Config:
 
     host: str = _listening.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
     port: int = _listening.setting(8001, kinds.port(), "to listen at; 0: any free one")
+    metrics_host: str = _listening.setting(
+        "127.0.0.1",
+        kinds.text("HOST"),
+        "to listen at for /metrics, and /ready with its reasons; beyond this machine with the certificate, and no key",
+    )
+    metrics_port: int = _listening.setting(8004, kinds.port(), "of --metrics-host; 0: any free one")
     workers: int = _listening.setting(
         1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port"
     )
@@ -252,7 +258,7 @@ class Config:
 def prepare(reading: Reading) -> Config:
     """The settings of a gateway; what contradicts itself is added to the faults."""
     config = reading.make(Config)
-    for check in (_endpoints, _workers, _authorities, _certificate, _host, _template, _token):
+    for check in (_endpoints, _workers, _authorities, _certificate, _host, _metrics_host, _template, _token):
         reading.check(check, config)
     return config
 
@@ -269,6 +275,8 @@ def _endpoints(config: Config) -> Iterator[str]:
 def _workers(config: Config) -> Iterator[str]:
     if config.workers > 1 and not config.port:
         yield "--workers above 1 needs a --port: each worker binds it"
+    if config.workers > 1 and not config.metrics_port:
+        yield "--workers above 1 needs a --metrics-port: each worker binds it"
 
 
 def _authorities(config: Config) -> Iterator[str]:
@@ -285,6 +293,14 @@ def _host(config: Config) -> Iterator[str]:
         yield (
             f"--host {config.host} is not a loopback address, and whoever reaches this gateway could use all engines: "
             "it needs --api-key-file, --ssl-certfile and --ssl-keyfile, or else --insecure"
+        )
+
+
+def _metrics_host(config: Config) -> Iterator[str]:
+    if not (config.insecure or config.ssl_certfile or is_loopback(config.metrics_host)):
+        yield (
+            f"--metrics-host {config.metrics_host} is not a loopback address: it needs --ssl-certfile and "
+            "--ssl-keyfile, or else --insecure"
         )
 
 

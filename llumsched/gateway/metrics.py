@@ -8,6 +8,7 @@ before this module is imported (`workers` does).
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ _TOKENS = tuple([1, 4] + [1 << power for power in range(4, 18)])
 _STAGE_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
 _QUEUE_MS = (1, 5, 10, 50, 100, 200, 500, 1000, 2000, 5000)
+_LEAST_RENDER_S: Final = 1.0
+"""Time between two renderings: each of them slows all streams a little."""
 _MOST_MODELS = 1000
 _OVERFLOW = "_overflow"
 """Stands for all models beyond the first thousand."""
@@ -91,6 +94,9 @@ class Metrics:
         self._started_s = time.time()
         self._models: dict[str, _OfModel] = {}
         self._rendering: asyncio.Task[bytes] | None = None
+        self._rendered_s = -math.inf
+        self.least_render_s = _LEAST_RENDER_S
+        self.clock = time.monotonic
         self.requests = self._counter("request_total", "Requests that ended.", ["model", "status_code"])
         self.objectives = self._counter(
             "request_slo", "Requests with objectives that ended, by whether they met all of them.", ["model", "met"]
@@ -184,9 +190,11 @@ class Metrics:
         return CONTENT_TYPE_LATEST
 
     async def rendered(self) -> bytes:
-        """`text`, rendered once for all who wait for it, in a thread: for 100 models it takes 90 ms, for several
-        workers 170 ms, and then no turn of the event loop is longer than 13 ms."""
-        if self._rendering is None or self._rendering.done():
+        """`text`, rendered once for all who wait for it, and once a second at most, in a thread: for 100 models it
+        takes 90 ms, for several workers 170 ms, and then no turn of the event loop is longer than 13 ms."""
+        now_s = self.clock()
+        if self._rendering is None or (self._rendering.done() and now_s - self._rendered_s >= self.least_render_s):
+            self._rendered_s = now_s
             self._rendering = asyncio.create_task(asyncio.to_thread(self.text))
         return await asyncio.shield(self._rendering)
 

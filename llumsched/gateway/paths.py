@@ -130,8 +130,8 @@ PATHS: Final[Mapping[str, Path]] = {
     "/healthz": Path(Kind.OWN, _READ),
     "/ready": Path(Kind.OWN, _READ),
     "/ping": Path(Kind.OWN, (*_READ, "POST")),
-    "/metrics": Path(Kind.OWN, _READ),
     # Refused
+    "/metrics": _refused("the gateway's own are for operators, at --metrics-port"),
     "/v1/realtime": _SOCKET,
     "/abort_requests": _ABORTS,
     "/inference/v1/abort_requests": _ABORTS,

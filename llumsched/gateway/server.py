@@ -16,6 +16,7 @@ from typing import Final, Self
 import msgspec
 from aiohttp import web
 
+from llumlet.loopback import is_loopback
 from llumlet.secret_files import Bearer
 from llumlet.tasks import cancel, keep_running
 from llumsched import tls
@@ -80,6 +81,8 @@ class Gateway:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.port = 0
+        self.metrics_port = 0
+        self._operators_listener: asyncio.Server | None = None
         self._keys = ApiKeys(config.api_key_file) if config.api_key_file else None
         self._tls = tls.server_context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
         self._tokens = TokenCounter(
@@ -137,11 +140,26 @@ class Gateway:
         if not config.full_mode and config.requests_report_duration_s:
             keep["reports"] = self._keep_reporting
         self._tasks = [asyncio.create_task(keep_running(name, run), name=name) for name, run in keep.items()]
+        self._observe_load()
+        self._operators = await self._listen_to_operators()
         self.port = listening.getsockname()[1]
         self._listener = await asyncio.get_running_loop().create_server(
             self._server.accepted, sock=listening, backlog=_BACKLOG
         )
         return self
+
+    async def _listen_to_operators(self) -> ClientServer:
+        config = self.config
+        encrypts = bool(config.ssl_certfile) and not is_loopback(config.metrics_host)
+        server = ClientServer(config, self._tell_operators, self._refusals, self._tls if encrypts else None)
+        try:
+            listening = _listen(config.metrics_host, config.metrics_port, shared=config.workers > 1)
+            self._operators_listener = await asyncio.get_running_loop().create_server(server.accepted, sock=listening)
+            self.metrics_port = listening.getsockname()[1]
+        except OSError as error:
+            where = f"{config.metrics_host}:{config.metrics_port}"
+            _log.error("no metrics: %s: %s; see --metrics-port", where, error.strerror or error)
+        return server
 
     def leave(self) -> None:
         """Has the gateway say that it is not ready, and connections end with their answers. It goes on serving."""
@@ -150,12 +168,16 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         """Accepts no more, lets what runs come to its end for a while, then ends it."""
         self._listener.close()
+        if self._operators_listener is not None:
+            self._operators_listener.close()
         await asyncio.sleep(0)  # what was accepted just now becomes a connection
         self._server.pre_shutdown()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.exchanges.idle.wait(), self.config.shutdown_timeout_s)
         await self._server.end_handshakes()
         await self._server.shutdown(1.0)
+        await self._operators.end_handshakes()
+        await self._operators.shutdown(1.0)
         await cancel(*self._tasks)
         await self.placement.close()
         await self.backends.close()
@@ -225,6 +247,7 @@ class Gateway:
             if attained != known or time.monotonic() - told_s > _ATTAINMENT_AGAIN_S:
                 known, told_s = attained, time.monotonic()
                 self.placement.attained(attained)
+            self._observe_load()
             await asyncio.sleep(_ATTAINMENT_S)
 
     async def _keep_reporting(self) -> None:
@@ -248,17 +271,33 @@ class Gateway:
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
         return _text(200, "OK")
 
-    async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _why_not_ready(self) -> str:
         reason = "no instance was asked yet"
         if self._server.is_leaving:
             reason = "shutting down"
         elif self.backends.refreshed_s > -math.inf:
             reason = await self.placement.refusal()
-        return _text(503, reason + "\n", **{"Retry-After": "1"}) if reason else _text(200, "OK")
+        return reason
 
-    async def show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Whether it is ready. Why it is not is nothing for strangers: it names engines."""
+        return _ready("not ready" if await self._why_not_ready() else "")
+
+    def _observe_load(self) -> None:
         self.metrics.observe_load(self.services.num_in_flight, self.placement.num_waiting, len(self.backends.avoided()))
-        return web.Response(body=await self.metrics.rendered(), headers={"Content-Type": self.metrics.content_type})
+
+    async def _tell_operators(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The answer to a request at the port for operators."""
+        if request.method not in ("GET", "HEAD"):
+            return self._refusals.answer(request, MethodNotAllowed("GET or HEAD.", headers={"Allow": "GET, HEAD"}))
+        if request.path == "/metrics":
+            self._observe_load()
+            return web.Response(body=await self.metrics.rendered(), headers={"Content-Type": self.metrics.content_type})
+        if request.path == "/ready":
+            return _ready(await self._why_not_ready())
+        if request.path in ("/health", "/healthz"):
+            return await self.health(request)
+        return self._refusals.answer(request, UnknownPath("Here are /metrics, /ready and /health."))
 
 
 _OWN: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]] = {
@@ -267,12 +306,15 @@ _OWN: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamRespons
     "/health": Gateway.health,
     "/ping": Gateway.health,
     "/ready": Gateway.ready,
-    "/metrics": Gateway.show_metrics,
 }
 
 
 def _text(status: int, text: str, **headers: str) -> web.Response:
     return web.Response(status=status, text=text, headers=headers)
+
+
+def _ready(reason: str) -> web.Response:
+    return _text(503, reason + "\n", **{"Retry-After": "1"}) if reason else _text(200, "OK")
 
 
 def _json(status: int, document: object) -> web.Response:

@@ -72,7 +72,8 @@ async def _serve(config: Config) -> None:
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 20, 50)
     async with Gateway(config) as gateway:
-        print(f"llumnix gateway: listening at {config.host}:{gateway.port}", file=sys.stderr, flush=True)
+        metrics = f", metrics at {config.metrics_host}:{gateway.metrics_port}" if gateway.metrics_port else ""
+        print(f"llumnix gateway: listening at {config.host}:{gateway.port}{metrics}", file=sys.stderr, flush=True)
         await stop.first.wait()
         gateway.leave()
         with contextlib.suppress(TimeoutError):

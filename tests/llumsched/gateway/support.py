@@ -76,7 +76,12 @@ class Cluster:
             return Reply(answer.status, answer.headers, await answer.read())
 
     async def get(self, path: str) -> Reply:
-        async with asyncio.timeout(DEADLINE_S), self.client.get(self.url + path) as answer:
+        """`/metrics` is at the port for operators."""
+        return await self.ask(path, self.gateway.metrics_port if path == "/metrics" else self.gateway.port)
+
+    async def ask(self, path: str, port: int) -> Reply:
+        url = f"http://127.0.0.1:{port}{path}"
+        async with asyncio.timeout(DEADLINE_S), self.client.get(url) as answer:
             return Reply(answer.status, answer.headers, await answer.read())
 
     async def until_idle(self) -> None:
@@ -142,6 +147,7 @@ async def cluster(*, num_engines: int = 2, mock: Mock | None = None, **settings:
         defaults: dict[str, Any] = {
             "host": "127.0.0.1",
             "port": 0,
+            "metrics_port": 0,
             "scheduling_policy": "round-robin",
             "backend_endpoints": tuple(Address("127.0.0.1", port) for port in ports),
             "access_log": AccessLog.OFF,
@@ -149,6 +155,7 @@ async def cluster(*, num_engines: int = 2, mock: Mock | None = None, **settings:
             "shutdown_timeout_s": 5.0,
         }
         gateway = await stack.enter_async_context(Gateway(Config(**defaults | settings)))
+        gateway.metrics.least_render_s = 0.0
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         yield Cluster(gateway, mock, ports, client, [(server, listener) for _, server, listener in engines])

@@ -142,12 +142,15 @@ async def _process(*arguments: str) -> Any:
 async def test_workers_share_a_port_and_their_metrics_and_end_with_their_streams() -> None:
     mock = Mock(interval_s=0.02)
     async with engine(mock) as (port, _, _):
-        arguments = ("--workers", "2", "--scheduling-policy", "round-robin", "--llm-backend-endpoints")
+        metrics_port = free_port()
+        arguments = ("--workers", "2", "--metrics-port", str(metrics_port), "--scheduling-policy", "round-robin")
+        arguments += ("--llm-backend-endpoints",)
         async with _process(*arguments, f"127.0.0.1:{port}", "--access-log", "json") as (client, process):
             for _ in range(8):
                 async with client.post(COMPLETIONS, json=BODY, headers={"Connection": "close"}) as answer:
                     assert answer.status == 200
-            async with client.get("/metrics", headers={"Connection": "close"}) as answer:
+            metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+            async with aiohttp.ClientSession() as operator, operator.get(metrics) as answer:
                 assert 'request_total{model="mock",status_code="200"} 8.0' in await answer.text()
             async with client.post(COMPLETIONS, json=BODY | {"stream": True, "max_tokens": 50}) as answer:
                 await answer.content.readany()
@@ -163,7 +166,7 @@ async def _until_leaving(client: aiohttp.ClientSession) -> None:
     async with asyncio.timeout(60):
         while True:
             async with client.get("/ready") as answer:
-                if answer.status == 503 and "shutting down" in await answer.text():
+                if answer.status == 503:
                     assert answer.headers["Retry-After"].isdigit()
                     return
             await asyncio.sleep(0.05)

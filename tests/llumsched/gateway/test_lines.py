@@ -18,7 +18,7 @@ from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.config import AccessLog
 from llumsched.gateway.lines import LineHandler, LineWriter
 from llumsched.gateway.metrics import Metrics, Record
-from llumsched.up.ports import free_port
+from llumsched.up.ports import free_ports
 from tests.llumsched.conftest import finish, start
 from tests.llumsched.gateway.support import DEADLINE_S, engine, until
 from tests.support.mock_api import Mock
@@ -50,20 +50,23 @@ def _read(descriptor: int) -> bytes:
 @pytest.mark.asyncio
 async def test_a_stdout_that_nobody_reads_holds_up_no_request(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    port = free_port()
+    port, metrics_port = free_ports(2)
     async with engine(Mock()) as (engine_port, _, _), aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
         arguments = ("--port", str(port), "--access-log", "json", "--scheduling-policy", "round-robin")
+        arguments += ("--metrics-port", str(metrics_port))
         endpoint = f"127.0.0.1:{engine_port}"
         process = await start("gateway", *arguments, "--llm-backend-endpoints", endpoint, stdout=writing)
         try:
-            await _serves_unread(client, process, reading)
+            await _serves_unread(client, process, reading, f"http://127.0.0.1:{metrics_port}/metrics")
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
 
 
-async def _serves_unread(client: aiohttp.ClientSession, process: asyncio.subprocess.Process, reading: int) -> None:
+async def _serves_unread(
+    client: aiohttp.ClientSession, process: asyncio.subprocess.Process, reading: int, metrics: str
+) -> None:
     assert process.stderr is not None
     async with asyncio.timeout(DEADLINE_S):
         while b"listening" not in await process.stderr.readline():
@@ -72,7 +75,7 @@ async def _serves_unread(client: aiohttp.ClientSession, process: asyncio.subproc
             async with client.post(COMPLETIONS, json=BODY) as answer:
                 assert answer.status == 200
         await asyncio.sleep(0.3)
-        async with client.get("/metrics") as answer:
+        async with aiohttp.ClientSession() as operator, operator.get(metrics) as answer:
             assert "gateway_access_log_dropped_total 0.0" in await answer.text()
         written = b""
         while written.count(b"\n") < 100:

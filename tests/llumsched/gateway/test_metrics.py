@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
 from typing import Any
 
@@ -162,3 +163,47 @@ async def test_a_client_writes_no_lines_and_no_fields_into_the_access_log(capfd:
     fields = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
     assert fields["model"] == forged.translate({ord(char): f"\\u{ord(char):04x}" for char in "\n \x1b\u2028\x9b"})
     assert (fields["instance"], fields["id"].isalnum()) == ("-", True)
+
+
+@pytest.mark.asyncio
+async def test_front_door_shows_no_metrics_and_the_port_for_operators_nothing_else() -> None:
+    async with cluster(num_engines=1) as it:
+        assert (await it.ask("/metrics", it.gateway.port)).status == 403
+        port = it.gateway.metrics_port
+        assert b"gateway_current_requests" in (await it.ask("/metrics", port)).content
+        assert [(await it.ask(path, port)).status for path in ("/ready", "/health")] == [200, 200]
+        assert (await it.ask("/v1/models", port)).status == 404
+        async with it.client.post(f"http://127.0.0.1:{port}{COMPLETIONS}", json=BODY) as answer:
+            assert answer.status == 405
+        assert not it.engines.seen
+
+
+@pytest.mark.asyncio
+async def test_metrics_are_rendered_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rendered = [100.0], 0
+    async with cluster(num_engines=1) as it:
+        metrics = it.gateway.metrics
+        metrics.least_render_s = 1.0
+        render = metrics.text
+
+        def text() -> bytes:
+            nonlocal rendered
+            rendered += 1
+            return render()
+
+        monkeypatch.setattr(metrics, "text", text)
+        monkeypatch.setattr(metrics, "clock", lambda: clock[0])
+        for _ in range(20):
+            await it.get("/metrics")
+            clock[0] += 0.1
+        assert rendered == 2
+
+
+@pytest.mark.asyncio
+async def test_gateway_serves_though_its_port_for_metrics_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        async with cluster(num_engines=1, metrics_port=port) as it:
+            assert (await it.post(COMPLETIONS, BODY)).status == 200
+    assert f"no metrics: 127.0.0.1:{port}" in caplog.text

@@ -313,6 +313,7 @@ async def fleet(size: int, **settings: Any) -> AsyncIterator[Fleet]:
         defaults: dict[str, Any] = {
             "host": "127.0.0.1",
             "port": 0,
+            "metrics_port": 0,
             "scheduler_endpoints": (Address("127.0.0.1", scheduler.port),),
             "backend_endpoints": tuple(endpoints),
             "full_mode": False,
@@ -382,7 +383,7 @@ async def test_few_requests_go_to_an_instance_that_is_a_hundred_times_slower() -
         slow.interval_s, slow.seen = 100 * slow.interval_s, []
         await it.load(4000, 50, BODY | {"stream": True, "max_tokens": 12})
         assert not it.failed, it.statuses
-        async with it.client.get(f"http://127.0.0.1:{it.gateway.port}/metrics") as answer:
+        async with it.client.get(f"http://127.0.0.1:{it.gateway.metrics_port}/metrics") as answer:
             lines = (await answer.text()).splitlines()
         (ejections,) = (line for line in lines if line.startswith('gateway_ejections_total{cause="slowness"}'))
         assert float(ejections.split()[1]) >= 1

@@ -499,7 +499,7 @@ async def test_what_is_not_passed_is_refused_with_the_reason() -> None:
         for path, one in PATHS.items():
             status = {Kind.REFUSED: 403, Kind.CANNOT_PASS: 501}.get(one.kind)
             if status:
-                for reply in (await it.post(path, b"{}"), await it.get(path)):
+                for reply in (await it.post(path, b"{}"), await it.ask(path, it.gateway.port)):
                     assert (reply.status, reply.json["error"]["code"]) == (status, status), path
                     assert path in reply.json["error"]["message"], path
                     assert one.why in reply.json["error"]["message"], path

@@ -18,7 +18,10 @@ async def _until_ready(it: Cluster, expected: str) -> None:
     """`expected` is in the answer; empty for a gateway that is ready."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            reply = await it.get("/ready")
+            reply = await it.ask("/ready", it.gateway.metrics_port)
+            told = await it.get("/ready")
+            if told.status == reply.status == 503:
+                assert told.content == b"not ready\n", "strangers are told no reason"
             assert (await it.get("/health")).status == (await it.get("/healthz")).status == 200, "it lives"
             if expected and reply.status == 503 and expected in reply.content.decode():
                 assert reply.headers["Retry-After"] == "1"

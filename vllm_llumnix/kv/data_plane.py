@@ -17,8 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from llumlet.renewed_tls import RenewedContext
-from llumlet.secret_files import Current, read_secret
+from vllm_llumnix import block_tls
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.hosts import reachable_host, with_port
 from vllm_llumnix.kv import kernels
@@ -227,23 +226,8 @@ def _registered(engine: MooncakeEngine, area: Callable[[int], StagingArea], want
 
 
 def tls_context(settings: WorkerSettings, *, server_side: bool) -> ssl.SSLContext | None:
-    """Both ends show a certificate of the same authority. None without certificates. New files are used by the next
-    connection."""
-    if settings.tls is None:
-        return None
-    return RenewedContext(
-        Current(partial(_read_tls, server_side), "certificate, key and authority of the transport tcp", *settings.tls)
-    )
-
-
-def _read_tls(server_side: bool, certificate: str, key: str, authority: str) -> ssl.SSLContext:
-    read_secret(key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(certificate, key, password="")
-    context.load_verify_locations(authority)
-    context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    """None without certificates."""
+    return None if settings.tls is None else block_tls.context(*settings.tls, server_side=server_side)
 
 
 def beside_the_model(start: Callable[[], T]) -> T:

@@ -58,6 +58,7 @@ SCHEDULER_REQUIRES = [
     "grpcio>=1.85.1",
     "grpcio-health-checking>=1.85.1",
     "grpcio-reflection>=1.85.1",
+    "jinja2>=3.1",
     "msgspec>=0.20",
     "numpy>=2",
     "prometheus-client>=0.22",
@@ -67,6 +68,7 @@ SCHEDULER_REQUIRES = [
     "rich>=14",
     "textual>=6",
     "tokenizers>=0.21",
+    "transformers>=5",  # chat templates, as vLLM renders them; it needs no torch for that
     "uvloop>=0.21",
 ]
 ENGINE_REQUIRES = ["cryptography>=44", "psutil>=6", "pyzmq>=27"]

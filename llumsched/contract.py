@@ -62,6 +62,8 @@ class LLMInstance(Struct):
     predicted_ttft: Milliseconds | UnsetType = UNSET
     """Predicted of the request there, if it was placed by that: from now to its first token; and between two."""
     predicted_tpot: Milliseconds | UnsetType = UNSET
+    cached_tokens: int | UnsetType = UNSET
+    """Tokens of the prompt that are in the instance's prefix cache, as far as this scheduler knows."""
 
 
 class SchedulingRequest(Request, frozen=True, kw_only=True):

@@ -115,8 +115,7 @@ class Attempts(ABC):
 
     def _answered(self, body: bytes, backend: Backend) -> None:
         """Called with an answer in one piece."""
-        num_input, self._record.num_output_tokens = sse.usage_of(body)
-        self._record.num_input_tokens = num_input or self._record.num_input_tokens
+        self._record.used(sse.usage_of(body))
 
     def _count_output(self) -> None:
         """Called when the stream is over, or this part of it."""

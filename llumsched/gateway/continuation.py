@@ -26,7 +26,7 @@ import msgspec
 
 from llumsched.gateway.body import Body, Content
 from llumsched.gateway.continuable import CannotContinue, Outline
-from llumsched.gateway.sse import DONE, EventStream, event, last_numbers, num_numbers, payload
+from llumsched.gateway.sse import DONE, EventStream, Usage, event, last_numbers, num_numbers, payload
 
 COMPLETIONS = "/v1/completions"
 DETOKENIZE = "/detokenize"
@@ -60,7 +60,7 @@ class Transcript:
     is_finished: bool = False
     is_done: bool = False
     has_usage: bool = False
-    usage: tuple[int, int] = (0, 0)
+    usage: Usage = Usage()
     """Prompt and completion tokens, as the stream's end told them, if it did."""
     is_parsed: bool = False
 
@@ -83,8 +83,8 @@ class Transcript:
         if self.prompt_ids is None:
             self.prompt_ids = events.prompt_ids
         if events.has_usage:
-            num_prompt, num_completion = events.usage
-            self.usage = num_prompt - len(self.token_ids), num_completion + len(self.token_ids)
+            told, before = events.usage, len(self.token_ids)
+            self.usage = Usage(told.num_prompt - before, told.num_output + before, 0 if before else told.num_cached)
         self.token_ids += events.token_ids
         del self.again[: len(events.token_ids)]
         self.num_texts += events.num_texts

@@ -153,9 +153,9 @@ class Continuing(Attempts):
             self._transcript.take(self._events)
             self._events = None
         transcript = self._transcript
-        num_input, num_output = transcript.usage
-        self._record.num_input_tokens = num_input or transcript.num_prompt or self._record.num_input_tokens
-        self._record.num_output_tokens = num_output or len(transcript.token_ids) or transcript.num_texts
+        self._record.num_input_tokens = transcript.num_prompt or self._record.num_input_tokens
+        self._record.num_output_tokens = len(transcript.token_ids) or transcript.num_texts
+        self._record.used(transcript.usage)
 
     async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
         try:

@@ -13,12 +13,13 @@ from typing import Final
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from llumsched.gateway import errors, objectives, prompts
+from llumsched.gateway import errors, objectives
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused, Tenant
 from llumsched.gateway.attempts import Attempts
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import PRIORITY_HEADERS, Body, Head, Prompt
+from llumsched.gateway.chats.form import Form
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
 from llumsched.gateway.forwarded import authorization, with_client
@@ -31,8 +32,6 @@ from llumsched.gateway.services import Received, Services
 
 _LEAST_BYTES: Final = 1024
 """Bytes of a body that `client_timeout_s` is for."""
-_ESTIMATED_BYTES: Final = 1 << 16
-"""Length above which only the length of a body counts that no tokenizer reads."""
 _LAST_LOOK_S: Final = 0.02
 """Pause before a client is given up, in which what it sent while this process stood still is read."""
 _RETRY_SPREAD_S: Final = 3
@@ -54,7 +53,7 @@ class Exchanges:
 
     async def run(self, request: web.BaseRequest, found: Found) -> web.StreamResponse:
         started_s = time.monotonic()
-        record = Record("", request.path)
+        record = Record("", request.path, api=found.path.form)
         self._services.num_in_flight += 1
         self.idle.clear()
         own_id, wish = "", request.headers.get("X-Request-Id")
@@ -143,11 +142,11 @@ class Exchanges:
         path = found.path
         if path.is_form or path.work is Work.TEXT:
             return Prompt()
-        if path.kind is Kind.CONTINUED:
-            return await self._services.tokens.count(body, self._services.placement.block_size(body.model))
-        if len(body.content) > _ESTIMATED_BYTES:
-            return Prompt(prompts.of_bytes(len(body.content)))
-        return Prompt(prompts.rough_number(body.document()))
+        wanted = self._services.placement.block_size(body.model)
+        prompt = await self._services.tokens.count(body, wanted, path.form)
+        if 0 < wanted <= prompt.num_tokens and not prompt.blocks and path.form is not Form.OTHER:
+            self._services.unnamed(path.form, body.model)
+        return prompt
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
         """The right kind of attempts for the path. Raises UnknownResponse."""

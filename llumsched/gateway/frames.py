@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from llumsched.gateway.body import Head
+from llumsched.gateway.chats.form import Form
 from llumsched.gateway.continuable import Outline
 
 JOB_LENGTHS: Final = struct.Struct("!II")
@@ -37,6 +38,8 @@ class Job(msgspec.Struct, array_like=True):
     model: str = ""
     block_size: int = 0
     """Tokens of the blocks that a count is to name; 0: none."""
+    form: Form = Form.OPENAI
+    """Where a count finds the prompt."""
 
 
 class Answer(msgspec.Struct, array_like=True):

@@ -21,6 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from llumlet.secret_files import num_refused
 from llumsched.gateway.objectives import NONE, NOTHING_PREDICTED, Objectives, Predicted, Tally
+from llumsched.gateway.sse import Usage
 
 CLIENT_GONE: Final = 499
 """The status of a request whose client has left."""
@@ -46,6 +47,8 @@ class Record:
 
     id: str
     path: str
+    api: str = ""
+    """The form in which its body holds the prompt."""
     key: str = ""
     """The name of the API key."""
     model: str = ""
@@ -54,6 +57,8 @@ class Record:
     is_streamed: bool = False
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that the engine found in its prefix cache, if it says so."""
     num_retries: int = 0
     num_continuations: int = 0
     is_fallback: bool = False
@@ -67,6 +72,12 @@ class Record:
     """Until its place was known, the last time before it began."""
     predicted: Predicted = NOTHING_PREDICTED
     """From then on."""
+
+    def used(self, usage: Usage) -> None:
+        """Takes what an answer tells, if it does."""
+        self.num_input_tokens = usage.num_prompt or self.num_input_tokens
+        self.num_output_tokens = usage.num_output or self.num_output_tokens
+        self.num_cached_tokens = usage.num_cached or self.num_cached_tokens
 
     @property
     def tpot_s(self) -> float | None:
@@ -125,6 +136,21 @@ class Metrics:
         self.tls_failures = self._counter("gateway_tls_failures", "Connections whose TLS handshake failed.", [])
         self.unlogged = self._counter(
             "gateway_access_log_dropped", "Lines of the access log that stdout did not take.", []
+        )
+        self.unnamed = self._counter(
+            "gateway_prompts_unnamed",
+            "Prompts whose blocks this gateway could not name for a scheduler that places by prefix caches, by API.",
+            ["api"],
+        )
+        self.prefix_expected = self._counter(
+            "gateway_prefix_expected_tokens",
+            "Prompt tokens that the scheduler expected in the prefix cache of the chosen engine, by API.",
+            ["api"],
+        )
+        self.prefix_cached = self._counter(
+            "gateway_prefix_cached_tokens",
+            "Prompt tokens that engines found in their prefix cache, by API, as --enable-prompt-tokens-details tells.",
+            ["api"],
         )
         self.e2e = self._histogram("request_e2e_latency_seconds", "Arrival to end, of status 200.", _E2E_S)
         self.ttft = self._histogram("request_ttft_milliseconds", "Arrival to the first event of a stream.", _TTFT_MS)
@@ -269,6 +295,10 @@ class _OfModel:
         self._schedule.observe(record.schedule_s * 1e3)
         if status != 200:
             return
+        if record.predicted.cached_tokens:
+            self._metrics.prefix_expected.labels(record.api).inc(record.predicted.cached_tokens)
+        if record.num_cached_tokens:
+            self._metrics.prefix_cached.labels(record.api).inc(record.num_cached_tokens)
         self._e2e.observe(record.e2e_s)
         if record.num_input_tokens:
             self._input_lengths.observe(record.num_input_tokens)

@@ -7,12 +7,31 @@ import importlib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from llumsched.gateway.chats import anthropic, conversation, responses
+from llumsched.gateway.chats.form import Form
+
 _log = logging.getLogger(__name__)
+
+WITHOUT_TEMPLATES: Final = (
+    "transformers and jinja2 are not installed: chats are counted by their messages' texts, and their blocks have no "
+    "names (pip install transformers jinja2)"
+)
+_RENDERED_BY_CODE: Final = frozenset(
+    ("GptOssForCausalLM", "MoonshotKimiaForCausalLM", "KimiK3ForConditionalGeneration", "DeepseekV32ForCausalLM",
+     "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM", "InklingForCausalLM",
+     "InklingForConditionalGeneration")
+)  # fmt: skip
+"""Architectures whose chats vLLM renders by code of its own."""
+_MISTRALS_OWN: Final = "tekken.json"
+"""A tokenizer that vLLM uses with Mistral's library, if it is there."""
+_EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 
 
 class ModelTokenizer:
@@ -20,46 +39,103 @@ class ModelTokenizer:
 
     def __init__(self, where: str, chat_template: str = "") -> None:
         path = Path(where)
+        self._chat = _chat_renderer(where if not path.is_file() else str(path.parent), chat_template)
         try:
             if path.is_file():
                 self._tokenizer = Tokenizer.from_file(str(path))
+            elif self._chat is not None and self._chat.is_fast:
+                self._tokenizer = self._chat.backend_tokenizer
             elif path.is_dir():
                 self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
             else:
                 self._tokenizer = Tokenizer.from_pretrained(where)
         except Exception as error:  # noqa: BLE001 (the library raises that very class)
             raise ValueError(f"no tokenizer at {where!r}: {error}") from None
-        self._chat = _chat_renderer(where if not path.is_file() else str(path.parent), chat_template)
+        if self._chat is not None and not self._chat.chat_template:
+            _log.warning("no chat template at %s: chats are counted by their messages' texts", where)
+            self._chat = None
         self.reserved = _parameters(self._chat)
 
     def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def render(self, chat: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
-        """The text of a chat; None if its messages cannot be rendered here."""
+    def render(self, document: Mapping[str, Any], form: Form) -> str | None:
+        """The text of a chat; None if it cannot be rendered here."""
         if self._chat is None:
             return None
         try:
-            rendered = self._chat.apply_chat_template(
-                chat["messages"],
-                tools=chat.get("tools"),
-                tokenize=False,
-                add_generation_prompt=chat.get("add_generation_prompt") is not False,
-                **variables,
-            )
+            return self._rendered(self._as_completion(document, form), is_typed=form is not Form.RESPONSES)
         except Exception as error:  # noqa: BLE001 (a template may raise anything; the engine says what is wrong)
-            _log.debug("the chat template fails: %s", error)
+            _log.debug("the chat cannot be rendered: %s", error)
             return None
-        return rendered if isinstance(rendered, str) else None
+
+    def _as_completion(self, document: Mapping[str, Any], form: Form) -> Mapping[str, Any]:
+        """The chat completion that says the same as a chat of another form."""
+        if form is Form.ANTHROPIC:
+            return anthropic.as_completion(
+                document,
+                system_first=self._wants_system_first,
+                effort_without_thinking=self._effort_without_thinking,
+            )
+        return responses.as_completion(document) if form is Form.RESPONSES else document
+
+    def _rendered(self, document: Mapping[str, Any], *, is_typed: bool) -> str:
+        tools = conversation.tools(document)
+        template = self._chat.get_chat_template(None, tools=tools)
+        rendered = self._chat.apply_chat_template(
+            conversation.conversation(
+                document["messages"],
+                as_parts=self._formats.takes_parts(template),
+                knows_developer=self._formats.knows_developer(template),
+                is_typed=is_typed,
+            ),
+            tools=tools,
+            chat_template=template,
+            tokenize=False,
+            **conversation.variables(document),
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    @cached_property
+    def _formats(self) -> Any:
+        """The module that reads templates, which needs jinja2, as transformers does to render one."""
+        return importlib.import_module("llumsched.gateway.chats.content_format")
+
+    @cached_property
+    def _wants_system_first(self) -> bool:
+        variants: tuple[list[Any] | None, ...] = (None, [])
+        templates = {self._chat.get_chat_template(None, tools=tools) for tools in variants}
+        return any(self._formats.wants_system_first(template) for template in templates)
+
+    @cached_property
+    def _effort_without_thinking(self) -> str:
+        """As vLLM finds it out: "low" for a template that refuses "none", or knows no difference."""
+
+        def rendered(effort: str) -> str | None:
+            chat = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
+            return self.render(chat, Form.OPENAI)
+
+        without = rendered("none")
+        return "low" if without is None or without in map(rendered, _EFFORTS) else "none"
 
 
 def _chat_renderer(where: str, chat_template: str) -> Any:
-    """Transformers' tokenizer, which knows chat templates; None if it is not installed or has no template."""
+    """Transformers' tokenizer, which knows chat templates; None if it is not installed, or vLLM takes another."""
     try:
+        importlib.import_module("jinja2")
         transformers = importlib.import_module("transformers")
     except ImportError:
-        _log.warning("transformers is not installed: chats are counted by their messages' texts")
+        _log.warning(WITHOUT_TEMPLATES)
+        return None
+    if kind := _rendered_by_code(transformers, where):
+        _log.warning(
+            "vLLM renders chats of %s (%s) by code of its own, and no template: they are counted by their messages' "
+            "texts, and their blocks have no names",
+            where,
+            kind,
+        )
         return None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where)
@@ -71,7 +147,18 @@ def _chat_renderer(where: str, chat_template: str) -> Any:
             tokenizer.chat_template = Path(chat_template).read_text("utf-8")
         except (OSError, ValueError) as error:
             raise ValueError(f"no chat template at {chat_template!r}: {error}") from None
-    return tokenizer if tokenizer.chat_template else None
+    return tokenizer
+
+
+def _rendered_by_code(transformers: Any, where: str) -> str:
+    """The architecture of a model that vLLM renders without a template; "" if it uses one."""
+    with suppress(OSError):
+        if transformers.utils.cached_file(where, _MISTRALS_OWN) is not None:
+            return "Mistral's own format"
+    with suppress(OSError):
+        config, _ = transformers.PretrainedConfig.get_config_dict(where)
+        return next((one for one in config.get("architectures") or () if one in _RENDERED_BY_CODE), "")
+    return ""
 
 
 def _parameters(chat: Any) -> frozenset[str]:

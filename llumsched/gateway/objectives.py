@@ -47,6 +47,8 @@ class Predicted:
 
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
+    cached_tokens: int = 0
+    """Tokens of its prompt that are in the instance's prefix cache."""
 
 
 NOTHING_PREDICTED: Final = Predicted()

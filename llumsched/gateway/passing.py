@@ -56,7 +56,7 @@ class Passing(Attempts):
         self._owner = owner
         self._last = b""
         """The last events of a stream that the client got."""
-        self._usage = (0, 0)
+        self._usage = sse.Usage()
 
     async def _choose(self, asked: Request) -> Placed:
         if self._owner is not None and self._owner not in self._tried.excluded:
@@ -143,9 +143,7 @@ class Passing(Attempts):
                 self._services.backends.pace.step(call.backend, gap_s, call.moved_s)
 
     def _count_output(self) -> None:
-        num_input, num_output = self._usage
-        self._record.num_input_tokens = num_input or self._record.num_input_tokens
-        self._record.num_output_tokens = num_output or self._record.num_output_tokens
+        self._record.used(self._usage)
 
     async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
         self._failed_for_good()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
+from llumsched.gateway.chats.form import Form
+
 
 class Kind(Enum):
     CONTINUED = auto()
@@ -54,6 +56,8 @@ class Path:
     methods: tuple[str, ...] = ("POST",)
     work: Work = Work.TOKENS
     style: Style = Style.OPENAI
+    form: Form = Form.OTHER
+    """Where the body holds its prompt."""
     is_form: bool = False
     """Whether the body is a multipart form."""
     keeps_answers: bool = False
@@ -86,14 +90,16 @@ _SOCKET: Final = Path(
 )
 
 PATHS: Final[Mapping[str, Path]] = {
-    "/v1/chat/completions": Path(Kind.CONTINUED),
-    "/v1/completions": Path(Kind.CONTINUED),
+    "/v1/chat/completions": Path(Kind.CONTINUED, form=Form.OPENAI),
+    "/v1/completions": Path(Kind.CONTINUED, form=Form.OPENAI),
     # Generation
     "/v1/chat/completions/batch": _TOKENS,
-    "/v1/responses": Path(Kind.PLACED, style=Style.RESPONSES, keeps_answers=True, may_rest=True),
-    "/v1/messages": Path(Kind.PLACED, style=Style.ANTHROPIC),
+    "/v1/responses": Path(
+        Kind.PLACED, style=Style.RESPONSES, form=Form.RESPONSES, keeps_answers=True, may_rest=True
+    ),
+    "/v1/messages": Path(Kind.PLACED, style=Style.ANTHROPIC, form=Form.ANTHROPIC),
     "/cohere/v2/chat": Path(Kind.PLACED, style=Style.COHERE),
-    "/inference/v1/generate": _TOKENS,
+    "/inference/v1/generate": Path(Kind.PLACED, form=Form.TOKENS),
     "/invocations": _TOKENS,
     "/v1/audio/transcriptions": _AUDIO,
     "/v1/audio/translations": _AUDIO,

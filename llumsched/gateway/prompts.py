@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens a request's prompt has, and the names of its blocks. Pure.
 
-Token-id prompts are counted as they are; several prompts count together. Without a tokenizer the count is an estimate:
-a token per four bytes of text. A client's own chat template is never rendered, nor does a client replace parameters of
-the rendering: such a chat is counted by its texts, and the engine says whether it takes it.
+Token-id prompts are counted as they are; several prompts count together. Chats are rendered as vLLM renders them
+(`chats`). Without a tokenizer the count is an estimate: a token per four bytes of text. A client's own chat template is
+never rendered, nor does a client replace parameters of the rendering: such a chat is counted by its texts, and the
+engine says whether it takes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
 from llumlet.block_hashes import chain, root_of
+from llumsched.gateway.chats.form import Form
 from llumsched.request import MOST_PROMPT_BLOCKS
 
 _BYTES_PER_TOKEN: Final = 4
@@ -34,8 +36,8 @@ class Tokenizer(Protocol):
         """Token ids of a text. `special`: with the tokens that the model has around a text."""
         ...
 
-    def render(self, chat: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
-        """A chat by the model's own template, and `variables` of that; None if it cannot be rendered here."""
+    def render(self, document: Mapping[str, Any], form: Form) -> str | None:
+        """A chat by the model's own template; None if it cannot be rendered here."""
         ...
 
     @property
@@ -50,24 +52,38 @@ class Counted(NamedTuple):
     """Of the one prompt, as far as they are known: of a long text, the first ones."""
 
 
-def estimate(document: Mapping[str, Any]) -> int:
-    return count(None, document).num_tokens
+def estimate(document: Mapping[str, Any], form: Form = Form.OPENAI) -> int:
+    return count(None, document, form).num_tokens
 
 
-def count(tokenizer: Tokenizer | None, document: Mapping[str, Any]) -> Counted:
-    prompt = document.get("prompt")
-    if prompt is None:
-        rendered = _rendered(tokenizer, document) if tokenizer else None
-        if tokenizer is None or rendered is None:
-            return Counted(_messages(tokenizer, document.get("messages")))
-        return _encoded(tokenizer, rendered, special=False)
+def count(tokenizer: Tokenizer | None, document: Mapping[str, Any], form: Form = Form.OPENAI) -> Counted:
+    match form:
+        case Form.TOKENS if _are_ids(ids := document.get("token_ids")):
+            return Counted(len(ids), () if document.get("features") else ids)  # images change names
+        case Form.TOKENS | Form.OTHER:
+            return Counted(rough_number(document))
+        case Form.OPENAI if (prompt := document.get("prompt")) is not None:
+            return _completion(tokenizer, document, prompt)
+    if tokenizer is not None and (rendered := _rendered(tokenizer, document, form)) is not None:
+        # vLLM adds these to a chat that says so, and to all responses.
+        special = form is Form.RESPONSES or (form is Form.OPENAI and document.get("add_special_tokens") is True)
+        return _encoded(tokenizer, rendered, special=special)
+    return Counted(_messages(tokenizer, document.get("messages")) if form is Form.OPENAI else rough_number(document))
+
+
+def _completion(tokenizer: Tokenizer | None, document: Mapping[str, Any], prompt: Any) -> Counted:
     if isinstance(prompt, list):
-        if all(isinstance(part, int) for part in prompt):
+        if _are_ids(prompt):
             return Counted(len(prompt), prompt)
         return Counted(sum(len(part) if isinstance(part, list) else _text(tokenizer, part) for part in prompt))
     if tokenizer is None or not isinstance(prompt, str):
         return Counted(_text(tokenizer, prompt))
-    return _encoded(tokenizer, prompt)
+    counted = _encoded(tokenizer, prompt, special=document.get("add_special_tokens") is not False)
+    return Counted(counted.num_tokens) if document.get("suffix") is not None else counted
+
+
+def _are_ids(prompt: Any) -> TypeGuard[list[int]]:
+    return isinstance(prompt, list) and all(isinstance(part, int) for part in prompt)
 
 
 def blocks(document: Mapping[str, Any], token_ids: Sequence[int], block_size: int) -> bytes:
@@ -82,11 +98,11 @@ def blocks(document: Mapping[str, Any], token_ids: Sequence[int], block_size: in
         return b""
 
 
-def _rendered(tokenizer: Tokenizer, document: Mapping[str, Any]) -> str | None:
+def _rendered(tokenizer: Tokenizer, document: Mapping[str, Any], form: Form) -> str | None:
     variables = document.get("chat_template_kwargs") or {}
     if document.get("chat_template") is not None or not _are_variables(variables, tokenizer.reserved):
         return None
-    return tokenizer.render(document, variables)
+    return tokenizer.render(document, form)
 
 
 def _are_variables(given: Any, reserved: frozenset[str]) -> bool:

@@ -150,9 +150,9 @@ def _count(connection: socket.socket, job: Job, content: bytearray, tokenizers: 
         return _ENDED  # the engine says what is wrong
     tokenizer = tokenizers.get(job.model) or tokenizers.get("")
     if tokenizer is not None:
-        by_length = Answer(is_last=False, num_tokens=prompts.estimate(document))
+        by_length = Answer(is_last=False, num_tokens=prompts.estimate(document, job.form))
         connection.sendall(frames.answer_frame(by_length))
-    counted = prompts.count(tokenizer, document)
+    counted = prompts.count(tokenizer, document, job.form)
     names = prompts.blocks(document, counted.token_ids, job.block_size)
     return Answer(is_last=True, num_tokens=counted.num_tokens, blocks=names)
 

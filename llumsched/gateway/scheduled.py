@@ -266,4 +266,5 @@ def _predicted(result: Iterable[LLMInstance]) -> Predicted:
     """What is predicted of a request at its places: its first token where its prompt is computed, the others last."""
     ttft_ms = [one.predicted_ttft for one in result if not isinstance(one.predicted_ttft, UnsetType)]
     tpot_ms = [one.predicted_tpot for one in result if not isinstance(one.predicted_tpot, UnsetType)]
-    return Predicted(ttft_ms[0] if ttft_ms else 0.0, tpot_ms[-1] if tpot_ms else 0.0)
+    cached = [one.cached_tokens for one in result if not isinstance(one.cached_tokens, UnsetType)]
+    return Predicted(ttft_ms[0] if ttft_ms else 0.0, tpot_ms[-1] if tpot_ms else 0.0, cached[0] if cached else 0)

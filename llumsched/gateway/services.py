@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,6 +12,7 @@ from aiohttp import web
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.body import Body, Prompt
+from llumsched.gateway.chats.form import Form
 from llumsched.gateway.config import Config
 from llumsched.gateway.forwarded import RawHeaders
 from llumsched.gateway.metrics import Metrics, Record
@@ -20,6 +22,8 @@ from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.suspects import Trials
 from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Upstream
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,20 @@ class Services:
     num_in_flight: int = 0
     budget: RetryBudget = field(init=False)
     trials: Trials[Backend] = field(init=False)
+    _is_told: bool = False
+    """Whether it has been logged that a tokenizer is missing."""
     running: dict[Running, Placed] = field(default_factory=dict)
+
+    def unnamed(self, form: Form, model: str) -> None:
+        """Notes a prompt whose blocks have no names here, although the scheduler asks for them."""
+        self.metrics.unnamed.labels(form).inc()
+        if not self._is_told and not self.tokens.knows(model):
+            self._is_told = True
+            _log.warning(
+                "The scheduler places requests by prefix caches, and this gateway cannot name the blocks of their "
+                "prompts: it has no tokenizer for the model %s. Give it one with --tokenizer-path [MODEL=]PATH",
+                model or "(unnamed)",
+            )
 
     def __post_init__(self) -> None:
         self.budget = RetryBudget(self.config.retry_budget, lambda: self.num_in_flight, time.monotonic)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,15 @@ _NUMBERS = msgspec.json.Decoder(list[int])
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every reader of event streams leaves out."""
+
+
+class Usage(NamedTuple):
+    """Tokens that an answer tells; 0 if it does not."""
+
+    num_prompt: int = 0
+    num_output: int = 0
+    num_cached: int = 0
+    """Of the prompt, those that were in the engine's prefix cache."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,8 +61,8 @@ class EventStream:
     """Whether a finish reason has come: of a stream of several choices, that of one of them."""
     has_usage: bool = False
     """Whether the event that tells the usage after the last choice has come."""
-    usage: tuple[int, int] = (0, 0)
-    """Prompt and completion tokens that it tells."""
+    usage: Usage = Usage()
+    """What it tells."""
     is_done: bool = False
     """Whether the stream's end mark has come."""
     is_parsed: bool = False
@@ -175,9 +184,15 @@ def rewrite(data: bytes, change: Callable[[dict[str, Any]], dict[str, Any] | Non
 
 
 _USAGE = re.compile(rb'"(?:(prompt|input)|completion|output)_tokens":\s*([0-9]+)')
+_CACHED = re.compile(rb'"(?:cached_tokens|(cache_read_input_tokens))":\s*([0-9]+)')
 
 
-def usage_of(body: bytes) -> tuple[int, int]:
-    """Prompt and completion tokens that the end of an answer tells, whatever its API calls them; 0 if it does not."""
-    found = {bool(is_prompt): int(number) for is_prompt, number in _USAGE.findall(body[-4096:])}
-    return found.get(True, 0), found.get(False, 0)
+def usage_of(body: bytes) -> Usage:
+    """What the end of an answer tells, whatever its API calls it."""
+    end = body[-4096:]
+    found = {bool(is_prompt): int(number) for is_prompt, number in _USAGE.findall(end)}
+    num_prompt, num_cached = found.get(True, 0), 0
+    if cached := _CACHED.search(end):
+        num_cached = int(cached[2])
+        num_prompt += num_cached if cached[1] else 0  # Anthropic's other tokens are those that were not there
+    return Usage(num_prompt, found.get(False, 0), num_cached)

@@ -12,6 +12,7 @@ from typing import Final
 
 from llumsched.gateway import errors, prompts
 from llumsched.gateway.body import Body, Prompt
+from llumsched.gateway.chats.form import Form
 from llumsched.gateway.continuable import CannotContinue, Outline, outline
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.frames import Job, Task
@@ -81,23 +82,33 @@ class TokenCounter:
             raise CannotContinue(answer.fault or "its body takes too long to read")
         return answer.outline
 
-    async def count(self, body: Body, block_size: int = 0) -> Prompt:
+    def knows(self, model: str) -> bool:
+        """Whether there is a tokenizer for a model."""
+        return model in self._models or "" in self._models
+
+    async def count(self, body: Body, block_size: int = 0, form: Form = Form.OPENAI) -> Prompt:
         """The length of its prompt; if a `block_size` is wanted, the names of its blocks, too, as far as known."""
         is_small = len(body.content) <= _COUNTED_HERE_BYTES
-        if is_small and body.model not in self._models and "" not in self._models:
-            return _estimate(body)
-        job = Job(Task.COUNT, self._cpu_s, body.model, block_size)
+        if form is Form.OTHER and not is_small:
+            return Prompt(prompts.of_bytes(len(body.content)))
+        if is_small and (form in (Form.OTHER, Form.TOKENS) or not self.knows(body.model)):
+            return _counted_here(body, form, block_size)
+        job = Job(Task.COUNT, self._cpu_s, body.model, block_size, form)
         try:
             answer = await self._readers.run(job, body.content, _WAIT_S if is_small else _LONG_WAIT_S)
         except Unavailable:
-            return _estimate(body) if is_small else Prompt(prompts.of_bytes(len(body.content)))
+            return _counted_here(body, form, block_size) if is_small else Prompt(prompts.of_bytes(len(body.content)))
         if answer.num_tokens is None:
             return Prompt(prompts.of_bytes(len(body.content)))
         return Prompt(answer.num_tokens, answer.blocks, block_size if answer.blocks else 0)
 
 
-def _estimate(body: Body) -> Prompt:
+def _counted_here(body: Body, form: Form, block_size: int) -> Prompt:
+    """Without a tokenizer: an estimate, but of token ids, whose blocks have names."""
     try:
-        return Prompt(prompts.estimate(body.document()))
+        document = body.document()
+        counted = prompts.count(None, document, form)
+        names = prompts.blocks(document, counted.token_ids, block_size)
+        return Prompt(counted.num_tokens, names, block_size if names else 0)
     except InvalidRequest:  # the engine says what is wrong
         return Prompt(prompts.of_bytes(len(body.content)))

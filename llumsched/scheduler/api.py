@@ -122,11 +122,12 @@ class Api:
             said = f"{NOT_IN_TIME}: {error}" if error.kind is NotPlacedKind.NO_ENDPOINT_IN_TIME else str(error)
             return web.Response(status=_STATUS.get(error.kind, 400), text=said)
         self._metrics.placed(placements, request.prompt_num_tokens, time.perf_counter() - began_s)
-        if self._dispatcher.hits is not None:
-            self.cached.add("", Share(placements[0].num_hit_tokens, request.prompt_num_tokens))
         result = [
             self._named(placed.instance, placed.infer_type, asked.model, placed.predicted) for placed in placements
         ]
+        if self._dispatcher.hits is not None:
+            result[0].cached_tokens = placements[0].num_hit_tokens
+            self.cached.add("", Share(placements[0].num_hit_tokens, request.prompt_num_tokens))
         echoed = replace(asked, excluded_endpoints=UNSET, prompt_blocks=b"", prompt_block_size=0)
         return _json(replace(echoed, scheduling_result=result))
 

@@ -263,8 +263,13 @@ def _gateway(config: UpConfig, port: int, scheduler: Address, ready_url: str) ->
     command += ["--shutdown-timeout", f"{config.drain_s:g}s"]
     if config.insecure:
         command.append("--insecure")
-    if Path(config.model).is_dir():
-        command += ["--tokenizer-path", f"{served_name(config)}={config.model}"]
+    tokenizer = _last_value(config.engine_args, "--tokenizer") or config.model
+    # A name costs a look at the hub, and ends the gateway if there is no tokenizer that it can read.
+    if Path(tokenizer).is_dir() or load_policy(config.scheduling_policy, Mode.FULL).heeds_prefixes:
+        command += ["--tokenizer-path", tokenizer]
+        template = _last_value(config.engine_args, "--chat-template")
+        if template is not None and Path(template).is_file():
+            command += ["--chat-template", template]
     return ComponentSpec("gateway", tuple(command), ready_url, START_TIMEOUT_S)
 
 

@@ -19,7 +19,16 @@ from llumsched.up.ports import free_ports
 READY_S = 300.0
 STOPPED_S = 60.0
 ENGINE = ("--served-model-name", "model", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8",
-          "--block-size", "32", "--num-gpu-blocks-override", "128")  # fmt: skip
+          "--block-size", "32", "--num-gpu-blocks-override", "128", "--enable-prompt-tokens-details")  # fmt: skip
+NAME = "org/model"
+LONG = "And then they went on, over the hills and far away. " * 8
+ASKED = [{"role": "user", "content": "And?"}]
+PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}),
+    "anthropic": ("messages", {"system": [{"type": "text", "text": LONG}], "messages": ASKED}),
+    "responses": ("responses", {"instructions": LONG, "input": "And?"}),
+}  # fmt: skip
+"""A prompt of each API."""
 
 
 def asked(url: str, document: dict[str, Any] | None = None) -> Any:
@@ -27,14 +36,50 @@ def asked(url: str, document: dict[str, Any] | None = None) -> Any:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=120) as answer:
-        return json.load(answer)
+        content = answer.read()
+    return json.loads(content) if content[:1] in b"[{" else content.decode()
+
+
+def in_hub_cache(model: Path, home: Path) -> None:
+    """Makes it a model that the hub has told before, by the name NAME."""
+    directory = home / "hub" / f"models--{NAME.replace('/', '--')}"
+    (directory / "refs").mkdir(parents=True)
+    (directory / "refs" / "main").write_text("0" * 40)
+    (directory / "snapshots").mkdir()
+    (directory / "snapshots" / ("0" * 40)).symlink_to(model)
+
+
+def hits_of(gateway: str, api: str) -> tuple[float, float]:
+    """Tokens that the scheduler expected in prefix caches, and that engines found there."""
+    lines = dict(line.rsplit(" ", 1) for line in asked(f"{gateway}/metrics").splitlines() if line[0] != "#")
+    expected, found = (
+        float(lines.get(f'gateway_prefix_{kind}_tokens_total{{api="{api}"}}', 0)) for kind in ("expected", "cached")
+    )
+    return expected, found
+
+
+def assert_prefixes_are_hit(gateway: str) -> None:
+    """Of the prompts of each API, and no more than engines find: a name that is not the engine's hits nothing."""
+    for api, (path, prompt) in PROMPTS.items():
+        limit = {"max_output_tokens": 1} if api == "responses" else {"max_tokens": 1}
+        deadline = time.monotonic() + READY_S
+        while not hits_of(gateway, api)[0]:
+            assert time.monotonic() < deadline, f"no hit of {api}"
+            answer = asked(f"{gateway}/v1/{path}", {"model": "model", **limit} | prompt)
+            assert answer["usage"], answer
+        expected, found = hits_of(gateway, api)
+        assert 64 <= expected <= found, api
 
 
 def test_one_command_serves_and_leaves_nothing(model_dir: Path, tmp_path: Path) -> None:
+    """Of a model by its name, with a policy that heeds what prefix caches hold."""
+    in_hub_cache(model_dir, tmp_path)
     gateway, scheduler, cms = free_ports(3)
     ports = ["--port", str(gateway), "--scheduler-port", str(scheduler), "--cms-port", str(cms)]
-    command = [sys.executable, "-m", "llumsched.cli", "up", str(model_dir), "--engines", "2", *ports, "--", *ENGINE]
+    command = [sys.executable, "-m", "llumsched.cli", "up", NAME, "--engines", "2", *ports]
+    command += ["--scheduling-policy", "prefix-cache", "--", *ENGINE]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    environment["HF_HOME"] = str(tmp_path)
     out = tmp_path / "up.log"
     with out.open("wb") as log:
         up = subprocess.Popen(
@@ -52,6 +97,7 @@ def test_one_command_serves_and_leaves_nothing(model_dir: Path, tmp_path: Path) 
         prompt = {"model": "model", "prompt": "Hello", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
         answer = asked(f"http://127.0.0.1:{gateway}/v1/completions", prompt)
         assert answer["usage"]["completion_tokens"] == 16
+        assert_prefixes_are_hit(f"http://127.0.0.1:{gateway}")
         # By instance id, as every command that asks the CMS sees them.
         top = [sys.executable, "-m", "llumsched.cli", "top", "--cms", f"127.0.0.1:{cms}", "--once", "--json"]
         shown = json.loads(subprocess.run(top, stdout=subprocess.PIPE, timeout=60, check=True).stdout)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.environment import OUR_SITE, Environment
+from tests.support.model import PRESETS, build
 
 HOOK = "vllm-llumnix.pth"
 
@@ -180,6 +182,26 @@ def test_the_empty_target_needs_neither_vllm_nor_torch(environment: Environment,
     assert int(environment.run(SCHEDULER_SIDE)) > 10
     assert environment.run("import llumlet; print(llumlet.__file__)").startswith(str(environment.site))
     assert "migrate" in environment.command("llumnix", "--help")
+
+
+RENDERS = """
+import sys
+sys.modules["vllm"] = sys.modules["torch"] = None
+from llumsched.gateway.chats.form import Form
+from llumsched.gateway.model_tokenizer import ModelTokenizer
+chat = {"system": "be brief", "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]}
+print(ModelTokenizer(sys.argv[1]).render(chat, Form.ANTHROPIC))
+"""
+
+
+def test_the_empty_target_renders_chats(environment: Environment, wheels: dict[str, Path]) -> None:
+    """With what its wheel requires, and neither vLLM nor torch."""
+    environment.install(wheels["empty"])
+    environment.borrow(OUR_SITE)
+    needs = environment.run("import importlib.metadata; print(*importlib.metadata.requires('vllm-llumnix'))")
+    assert {"transformers", "jinja2"} <= set(re.findall(r"[a-z0-9-]+", needs.lower()))
+    rendered = environment.run_script(RENDERS, str(build(PRESETS["tiny"])))
+    assert rendered.endswith("system: be brief\nuser: hello\nassistant:\n")
 
 
 def test_the_engine_sides_command_starts(environment: Environment, wheels: dict[str, Path]) -> None:

@@ -60,6 +60,7 @@ class MockScheduler:
     """Placements wait for it."""
     dp_rank_local: int | None = None
     prompt_block_size: int | None = None
+    cached_tokens: int | None = None
     predicted_ms: tuple[float, float] | None = None
     """To the first token, and between two."""
     is_warming: bool = False
@@ -105,6 +106,8 @@ class MockScheduler:
             instance["dp_rank_local"] = self.dp_rank_local
         if self.prompt_block_size is not None:
             instance["prompt_block_size"] = self.prompt_block_size
+        if self.cached_tokens is not None:
+            instance["cached_tokens"] = self.cached_tokens
         if self.predicted_ms is not None:
             instance["predicted_ttft"], instance["predicted_tpot"] = self.predicted_ms
         return web.json_response(body | {"scheduling_result": [instance]})
@@ -182,6 +185,55 @@ async def test_blocks_are_named_for_a_scheduler_that_wants_them(tmp_path: Path) 
         told = [(one.get("prompt_block_size", 0), one.get("prompt_blocks", "")) for one in scheduler.of("/schedule")]
         named = b64encode(b"".join(chain([1, 2, 1, 2, 2], 2, root_of(2)))).decode()
         assert told == [(0, ""), (0, ""), (2, named), (2, named), (0, "")]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "body", "ids"),
+    [
+        (COMPLETIONS, {"prompt": [7, 8, 9, 7, 8]}, [7, 8, 9, 7, 8]),
+        ("/inference/v1/generate", {"token_ids": [7, 8, 9], "sampling_params": {}}, [7, 8, 9]),
+        ("/inference/v1/generate", {"token_ids": [7, 8, 9], "features": {"mm_hashes": {}}}, []),
+        (COMPLETIONS, {"prompt": "one two one two"}, []),
+    ],
+    ids=str,
+)
+async def test_token_ids_are_named_without_a_tokenizer(path: str, body: dict[str, Any], ids: list[int]) -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.prompt_block_size = 2
+        for _ in range(2):
+            await it.post(path, {"model": "mock"} | body)
+        told = scheduler.of("/schedule")[1].get("prompt_blocks", "")
+        assert told == b64encode(b"".join(chain(ids, 2, root_of(2)))).decode()
+
+
+@pytest.mark.asyncio
+async def test_missing_names_are_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async with scheduled() as (it, scheduler):
+        await it.post(COMPLETIONS, BODY | {"prompt": "one two one two"})
+        assert "gateway_prompts_unnamed_total{" not in (await it.get("/metrics")).content.decode(), (
+            "nobody asked for names"
+        )
+        scheduler.prompt_block_size = 1
+        for path, form in ((COMPLETIONS, {"prompt": "one two"}), ("/v1/messages", {"messages": [], "system": "x" * 9})):
+            for _ in range(2):
+                await it.post(path, {"model": "mock", "max_tokens": 1} | form)
+        await it.post("/v1/embeddings", {"model": "mock", "input": "one two"})
+        text = (await it.get("/metrics")).content.decode()
+        assert 'gateway_prompts_unnamed_total{api="openai"} 1.0' in text
+        assert 'gateway_prompts_unnamed_total{api="anthropic"} 2.0' in text
+        assert text.count("gateway_prompts_unnamed_total{") == 2
+    (told,) = [record.getMessage() for record in caplog.records if "--tokenizer-path" in record.getMessage()]
+    assert "no tokenizer for the model mock" in told
+
+
+@pytest.mark.asyncio
+async def test_expected_hits_are_counted() -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.cached_tokens = 3
+        for body in (BODY, BODY | {"stream": True}):
+            assert (await it.post(COMPLETIONS, body)).status == 200
+        assert 'gateway_prefix_expected_tokens_total{api="openai"} 6.0' in (await it.get("/metrics")).content.decode()
 
 
 @pytest.mark.asyncio

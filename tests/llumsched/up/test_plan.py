@@ -44,7 +44,7 @@ def test_every_component_knows_the_others(tmp_path: Path) -> None:
     scheduler_port = values(made.scheduler.command, "--port")[0]
     assert "--colocated-rescheduling-mode" in made.scheduler.command
     assert values(made.gateway.command, "--scheduler-endpoints") == [f"127.0.0.1:{scheduler_port}"]
-    assert values(made.gateway.command, "--tokenizer-path") == [f"{tmp_path}={tmp_path}"]
+    assert values(made.gateway.command, "--tokenizer-path") == [str(tmp_path)]
     ports = set()
     for index, engine in enumerate(made.engines):
         assert engine.command[:3] == ("/opt/vllm", "serve", str(tmp_path))
@@ -54,6 +54,21 @@ def test_every_component_knows_the_others(tmp_path: Path) -> None:
         assert engine.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         ports.update(values(engine.command, "--port"))
     assert len(ports) == 3
+
+
+def test_the_gateway_counts_with_the_engines_tokenizer_and_template(tmp_path: Path) -> None:
+    def told(*engine_args: str, model: str = "org/m", policy: str = "prefix-cache") -> dict[str, list[str]]:
+        config = UpConfig(model, engine_args=engine_args, scheduling_policy=policy, **ANY_PORTS)
+        command = plan_of(config).gateway.command
+        return {flag: values(command, flag) for flag in ("--tokenizer-path", "--chat-template")}
+
+    assert told()["--tokenizer-path"] == ["org/m"]
+    assert told(policy="load-balance")["--tokenizer-path"] == []
+    assert told("--tokenizer", "org/other")["--tokenizer-path"] == ["org/other"]
+    template = tmp_path / "chat.jinja"
+    template.write_text("")
+    assert told("--chat-template", str(template))["--chat-template"] == [str(template)]
+    assert told("--chat-template", "{{ messages }}")["--chat-template"] == []
 
 
 def test_without_rescheduling() -> None:

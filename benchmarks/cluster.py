@@ -102,7 +102,7 @@ def main() -> None:
                 "seed": args.seed,
             }
         )
-    Console(stderr=True).print(_table(results))
+    Console(stderr=True, markup=False).print(_table(results))
     if args.plots:
         from benchmarks.cluster_plots import plot  # matplotlib is not needed otherwise
 

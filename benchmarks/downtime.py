@@ -306,7 +306,7 @@ def run(options: argparse.Namespace, say_to: Console) -> list[Cell]:
             names = ("a", "b")
             servers = fleet.start(*(dataclasses.replace(spec, name=n, instance_id=n) for n in names))
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -376,13 +376,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    progress = Console(stderr=True)
+    progress = Console(stderr=True, markup=False)
     guess = estimate_s(options.lengths, options.moves, options.link) / 60
     progress.print(f"This takes about {guess:.0f} minutes.")
     started = time.monotonic()
     cells = run(options, progress)
     measured = [cell for cell in cells if cell.samples]
-    Console(width=150).print(table_of(cells, options.link))
+    Console(width=150, markup=False).print(table_of(cells, options.link))
     if options.trace:
         for cell in measured:
             print(trace(cell))

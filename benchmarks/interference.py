@@ -450,7 +450,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(json.dumps(row), file=file, flush=True)
 
         run(options, write)
-    Console(stderr=True, width=140).print(table_of(rows))
+    Console(stderr=True, width=140, markup=False).print(table_of(rows))
     return 0 if all(map(is_good, rows)) else 1
 
 

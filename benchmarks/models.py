@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
                 problem = f"{type(error).__name__}: {error}".strip()[:MOST_TOLD]
                 say(f"{family}: {problem}")
                 broken.append({"bench": "models", "family": family, "live": False, "failures": [problem]})
-    Console(width=120).print(table_of(found, broken))
+    Console(width=120, markup=False).print(table_of(found, broken))
     lines = [*(one.as_json() for one in found), *broken]
     print_json(options.json, *lines)
     slow = [it for it in lines if not it.get("stall_over_itl_p50") or it["stall_over_itl_p50"] > TARGET]

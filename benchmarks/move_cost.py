@@ -299,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(row) + "\n")
     print(json.dumps(row))
-    Console(stderr=True).print(table_of(row))
+    Console(stderr=True, markup=False).print(table_of(row))
     return 0
 
 

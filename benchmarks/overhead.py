@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
             say("warming up")
             for server in (stock, again, mine):
                 measure(server, load)
-        progress = Console(stderr=True)
+        progress = Console(stderr=True, markup=False)
         for number in track(range(options.blocks), description="ABBA blocks", console=progress):
             began = time.monotonic()
             ours.append(block(stock, mine, load))
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
             if number + 1 >= MIN_BLOCKS and began + 2 * took > ends:
                 break
     answer = result(ours, control, load, options.runner)
-    Console(width=100).print(table_of(answer))
+    Console(width=100, markup=False).print(table_of(answer))
     line = json.dumps(answer)
     print(line)
     if options.json is not None:

@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         spec = ServerSpec(model, max_model_len=2048, num_kv_blocks=options.blocks, max_num_seqs=32, flags=flags)
         engines = fleet.start(*(dataclasses.replace(spec, name=name, instance_id=name) for name in ("a", "b")))
         rows = asyncio.run(compare(options, engines, cms_port, logs, say))
-    Console(width=100).print(table_of(rows))
+    Console(width=100, markup=False).print(table_of(rows))
     lines = [json.dumps(row) for row in rows]
     print("\n".join(lines))
     if options.json is not None:

@@ -120,7 +120,7 @@ def main() -> None:
             times = [f"{value:.2f}" if value is not None else "-" for value in (result.even_s, result.filled_s)]
             counts = (result.preemptions, result.moved, result.moved_again)
             table.add_row(variant, *times, f"{result.highest:.2f}", *map(str, counts))
-    Console(stderr=True).print(table)
+    Console(stderr=True, markup=False).print(table)
     for result in results:
         print(json.dumps({"bench": "reschedule_defaults"} | asdict(result)))
 

@@ -125,7 +125,7 @@ def main() -> None:
                     "p99_ms": p99,
                 }
             )
-    Console(stderr=True).print(table)
+    Console(stderr=True, markup=False).print(table)
     for result in results:
         print(json.dumps(result))
 

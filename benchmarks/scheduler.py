@@ -188,7 +188,7 @@ def decide(instances: int, num_decisions: int, updates: float, num_dead: int, *,
     decisions, updates_made, questions = _Times(), _Times(), _Times()
     due = 0.0
     gc.collect()
-    for number in track(range(num_decisions), "decisions", console=Console(stderr=True, quiet=quiet)):
+    for number in track(range(num_decisions), "decisions", console=Console(stderr=True, quiet=quiet, markup=False)):
         due += updates
         while due >= 1:
             status = cluster.any_status()
@@ -392,7 +392,7 @@ def main() -> None:
     )
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False).print(table)
     print_json(args.json, {"bench": "scheduler", **dataclasses.asdict(result)})
 
 

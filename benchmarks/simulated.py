@@ -151,10 +151,12 @@ class _Parser(argparse.ArgumentParser):
 @contextmanager
 def showing(title: str, num_requests: int, *, has_terminal: bool = True) -> Iterator[Callable[[float, int], None]]:
     """A bar over the requests, on a terminal that nobody else writes to; a line every now and then elsewhere."""
-    console, began_s = Console(stderr=True, highlight=False), time.perf_counter()
+    console, began_s = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
     if console.is_terminal and has_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"),
-                   TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+        title_column, speed = (
+            TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[speed]}")
+        )
+        columns = (title_column, BarColumn(), speed, TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
             task = bar.add_task(title, total=num_requests, speed="")
 

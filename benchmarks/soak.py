@@ -484,7 +484,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with Fleet(arguments.logs) as fleet:
         row, differences = asyncio.run(_soak(arguments, fleet))
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     console.print(_table(row))
     for difference in differences:
         console.print(difference, highlight=False)

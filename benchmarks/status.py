@@ -149,7 +149,7 @@ def main() -> None:
     if not 0 < args.steps + WARM_STEPS <= MAX_TOKENS:
         parser.error(f"--steps must be from 1 to {MAX_TOKENS - WARM_STEPS}")
     model = build(PRESETS["tiny"])
-    console = Console()
+    console = Console(markup=False)
     table = Table("load", "stock, µs a step", "counted", "added", "added, %", "control, %")
     line: dict[str, Any] = {"bench": "status", "batch": args.batch, "steps": args.steps}
     for name in LOADS:

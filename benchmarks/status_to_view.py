@@ -160,7 +160,9 @@ async def measure(
         await asyncio.sleep(_WARM_UP_S)
         cpu_s, begun = _cpu_s(), time.monotonic()
         ages.listening = True
-        for _ in track(range(int(seconds * 10)), "status to view", console=Console(stderr=True, quiet=quiet)):
+        for _ in track(
+            range(int(seconds * 10)), "status to view", console=Console(stderr=True, quiet=quiet, markup=False)
+        ):
             await asyncio.sleep(0.1)
         elapsed, cpu_s = time.monotonic() - begun, _cpu_s() - cpu_s
         if sender.returncode is not None:
@@ -203,7 +205,7 @@ def main() -> None:
     table = Table("instances", "changes/s each", "pushes/s", "p50 ms", "p99 ms", "max ms", "CPU µs/push")
     figures = (result.pushes_per_s, result.p50_ms, result.p99_ms, result.max_ms, result.cpu_us_per_push)
     table.add_row(str(result.instances), f"{result.rate:g}", *(f"{figure:,.2f}" for figure in figures))
-    Console().print(table)
+    Console(markup=False).print(table)
     print_json(
         args.json, {"bench": "status_to_view", **dataclasses.asdict(result), "status_to_view_p99_ms": result.p99_ms}
     )

@@ -517,7 +517,7 @@ def main(argv: list[str] | None = None) -> int:
             now = time.monotonic()
             until = now + (ends - now) / (len(sizes) - number)
             rows += measure(num_blocks, options.layers, page_bytes, options.rounds, until)
-    Console(stderr=True, width=160).print(table_of(rows))
+    Console(stderr=True, width=160, markup=False).print(table_of(rows))
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     if options.json:
         options.json.write_text(lines)

@@ -17,6 +17,7 @@ from llumlet import setting_sources, settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
 from llumlet.credentials import NONE, Credentials
 from llumlet.roles import Role
+from llumlet.standard_streams import guarded
 from llumsched.commands import COMMANDS, WITH_FURTHER, Command, load
 from llumsched.exit_codes import ExitCode
 from llumsched.llumnix_flags import instead_of
@@ -29,6 +30,7 @@ _EPILOG = """exit codes:
   4  a llumlet could not be reached
   5  a llumlet refused
   6  up: the scheduler, the gateway or the last engine ended by itself
+  7  the output could not be written
 """
 
 
@@ -38,7 +40,11 @@ _SERVERS: Final = ("gateway", "scheduler", "rescheduler")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
+    with guarded("llumnix"):
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(words: Sequence[str]) -> int:
     name = next((word for word in _split(words)[0] if word in COMMANDS), "")
     if not name:
         parser = _parser("", None)

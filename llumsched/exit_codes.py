@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import enum
 
+from llumlet.standard_streams import UNWRITTEN
+
 
 class ExitCode(enum.IntEnum):
     OK = 0
@@ -22,5 +24,7 @@ class ExitCode(enum.IntEnum):
     """A llumlet refused the call as a whole."""
     COMPONENT_DIED = 6
     """A component without which `up` cannot serve ended by itself; the others were stopped."""
+    UNWRITTEN = UNWRITTEN
+    """The output could not be written: the reader of a pipe left, or a disk is full."""
     INTERRUPTED = 130
     """Ctrl-C. Moves that had begun go on."""

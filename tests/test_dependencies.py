@@ -141,3 +141,14 @@ def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
     assert circles(graph) == {frozenset("abc")}
     assert not circles(graph | {"c": {"d"}})
+
+
+def test_nothing_is_printed_as_markup() -> None:
+    """Rich would take `[mooncake]` in somebody's words for a style, and leave it out."""
+    found = set[str]()
+    for path in sorted(path for top in (*PRODUCT, "benchmarks") for path in (ROOT / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Console", "TextColumn"):
+                plain = any(word.arg == "markup" and ast.unparse(word.value) == "False" for word in node.keywords)
+                found |= set() if plain else {f"{path.relative_to(ROOT)}:{node.lineno}"}
+    assert not found

@@ -14,8 +14,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from llumlet.standard_streams import UNWRITTEN, guarded
 from vllm_llumnix import __version__, doctor
+from vllm_llumnix.doctor import Check, Level
 from vllm_llumnix.errors import PatchError
 from vllm_llumnix.patching import contract, disk, rebase
 from vllm_llumnix.patching.contract import Kept
@@ -26,9 +29,10 @@ from vllm_llumnix.patching.series import Patch, Series, available, directory_of,
 from vllm_llumnix.seams import ALL
 
 _EPILOG = """exit codes:
-  0  done; check, doctor: nothing stands against --enable-llumlet
+  0  done; check, doctor: nothing stands against --enable-llumlet, which needs no optional part
   1  the series does not fit, or a check failed: the output says what to do; rebase: nothing is written
   2  the command line is wrong
+  7  the output could not be written
 """
 
 
@@ -38,9 +42,18 @@ class ExitCode(IntEnum):
     OK = 0
     PROBLEM = 1
     USAGE = 2
+    UNWRITTEN = UNWRITTEN
+
+
+_STYLES = {Level.OK: "green", Level.OPTIONAL: "yellow", Level.PROBLEM: "bold red"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    with guarded("vllm-llumnix"):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], ExitCode] = args.run
     try:
@@ -126,10 +139,10 @@ def _check(args: argparse.Namespace) -> ExitCode:
     if args.json:
         _print_json(_as_json(found, kept))
     else:
-        console = Console(highlight=False)
+        console = _console()
         if found.files:
             console.print(_files_table(found))
-        console.print(_verdict(found, kept), soft_wrap=True, markup=False)
+        console.print(_verdict(found, kept), soft_wrap=True)
     return ExitCode.PROBLEM if found.problem or (kept and kept.problem) else ExitCode.OK
 
 
@@ -141,7 +154,7 @@ def _show(args: argparse.Namespace) -> ExitCode:
                 {"version": series.version, "digest": series.digest, "patches": [*map(_patch_json, series.patches)]}
             )
         else:
-            Console(highlight=False).print(_patches_table(series))
+            _console().print(_patches_table(series))
         return ExitCode.OK
     patch = _named(series, args.name)
     if args.json:
@@ -198,8 +211,8 @@ def _seams(args: argparse.Namespace) -> ExitCode:
         table = Table("attribute", "in", "process", "how", "why")
         for row in ALL:
             style = "red" if row in missing else "green"
-            table.add_row(f"[{style}]{row.name}[/]", row.path, row.process, str(row.kind), row.why)
-        Console(highlight=False).print(table)
+            table.add_row(Text(row.name, style), row.path, row.process, str(row.kind), row.why)
+        _console().print(table)
         print("\n".join(f"missing: {row.name} ({row.path})" for row in missing) or f"all {len(ALL)} are there")
     return ExitCode.PROBLEM if missing else ExitCode.OK
 
@@ -272,7 +285,7 @@ def _files_table(found: Installed) -> Table:
     table = Table("file", "on disk", title=str(found.root), title_justify="left")
     for path, state in found.files.items():
         style = "red" if state in (FileState.ALTERED, FileState.MISSING) else "green"
-        table.add_row(path, f"[{style}]{state}[/]")
+        table.add_row(path, Text(state, style))
     return table
 
 
@@ -305,6 +318,12 @@ def _patch_json(patch: Patch) -> dict[str, Any]:
     return {"name": patch.name, **patch.header, "files": files, "added_lines": patch.num_added}
 
 
+def _console() -> Console:
+    """What it prints are other people's words, in which a bracket is a bracket. Wide where no terminal says how wide,
+    so that nothing is broken."""
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, emoji=False)
+
+
 def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, indent=2))
 
@@ -318,15 +337,24 @@ def _doctor(args: argparse.Namespace) -> ExitCode:
         return ExitCode.USAGE
     flags = ("--model", args.model, *args.flags) if args.model is not None else ()
     checks = doctor.examine_all(adapt=args.adapt, flags=flags)
-    failed = [check for check in checks if check.problem]
+    failed = [check for check in checks if check.level is Level.PROBLEM]
     if args.json:
-        _print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+        _print_json({"ok": not failed, "checks": [asdict(check) | {"level": check.level} for check in checks]})
     else:
-        table = Table("check", "result", "what to do", show_lines=True)
+        table = Table("check", "", "result", "what to do", show_lines=True)
         for check in checks:
-            table.add_row(check.name, f"[{'red' if check.problem else 'green'}]{check.result}[/]", check.problem)
-        Console(highlight=False).print(table)
+            table.add_row(check.name, Text(check.level, _STYLES[check.level]), check.result, check.problem)
+        _console().print(table)
+        print(_summary(checks))
     return ExitCode.PROBLEM if failed else ExitCode.OK
+
+
+def _summary(checks: Sequence[Check]) -> str:
+    named = {level: ", ".join(each.name for each in checks if each.level is level) for level in Level}
+    if problems := named[Level.PROBLEM]:
+        return f"--enable-llumlet needs what is said above for: {problems}."
+    without = f"; without what is optional: {named[Level.OPTIONAL]}" if named[Level.OPTIONAL] else ""
+    return f"Nothing stands against --enable-llumlet{without}."
 
 
 if __name__ == "__main__":

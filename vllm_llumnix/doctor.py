@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 
 from llumlet.setting_sources import unknown_variables
@@ -27,13 +28,28 @@ _START_TIMEOUT_S = 60
 _BUILD_TIMEOUT_S = 300
 
 
+class Level(StrEnum):
+    OK = "ok"
+    OPTIONAL = "optional"
+    """Something does not work that --enable-llumlet can do without."""
+    PROBLEM = "problem"
+    """--enable-llumlet would fail, or move nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`problem` is empty, or says what to do."""
+    """`problem` is empty, or says what to do. `is_optional`: there is another way without what does not work."""
 
     name: str
     result: str
     problem: str = ""
+    is_optional: bool = False
+
+    @property
+    def level(self) -> Level:
+        if not self.problem:
+            return Level.OK
+        return Level.OPTIONAL if self.is_optional else Level.PROBLEM
 
 
 def examine_all(*, adapt: bool = False, flags: Sequence[str] = ()) -> list[Check]:
@@ -160,9 +176,8 @@ def local_transport() -> Check:
     obstacle = _read_sibling()
     if obstacle is None:
         return Check(name, "processes can read each other's memory")
-    return Check(
-        name, f"not available ({obstacle})", "allow process_vm_readv: see kernel.yama.ptrace_scope and seccomp"
-    )
+    remedy = "allow process_vm_readv: see kernel.yama.ptrace_scope and seccomp; until then moves on this host use tcp"
+    return Check(name, f"not available ({obstacle})", remedy, is_optional=True)
 
 
 def block_copy() -> Check:
@@ -215,10 +230,10 @@ def nixl() -> Check:
             capture_output=True, text=True, timeout=_START_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Check(name, "broken", f"NIXL has not started within {_START_TIMEOUT_S} s")
+        return Check(name, "broken", f"NIXL has not started within {_START_TIMEOUT_S} s", is_optional=True)
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"it ends with status {child.returncode}"])[-1]
-        return Check(name, "broken", f"NIXL does not start: {last}")
+        return Check(name, "broken", f"NIXL does not start: {last}", is_optional=True)
     return Check(name, "NIXL starts; it is used over the devices of --llumlet-nixl-devices")
 
 
@@ -228,7 +243,7 @@ def mooncake() -> Check:
     if not _exists("mooncake"):
         return Check(name, "not installed (optional): pip install vllm-llumnix[mooncake]")
     problem = mooncake_engine.why_not_installed()
-    return Check(name, "Mooncake can be loaded") if problem is None else Check(name, "broken", problem)
+    return Check(name, "Mooncake can be loaded" if problem is None else "broken", problem or "", is_optional=True)
 
 
 def _read_sibling() -> str | None:

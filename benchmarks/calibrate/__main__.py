@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     size = QUICK if options.quick else FULL
     logs = options.logs or Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
     load_before = os.getloadavg()
-    console = Console(stderr=True, width=180)
+    console = Console(stderr=True, width=180, markup=False)
     console.print(f"load average: {load_before}; logs: {logs}", highlight=False)
     with saying("calibrating") as say:
         probed, real = asyncio.run(_paced(size, logs / "paced", options.overlap, options.seed, say))

@@ -116,7 +116,7 @@ def show(result: dict[str, Any]) -> None:
         ("errors", ", ".join(f"{name} {number}" for name, number in sorted(result["errors"].items())) or "none", ""),
     ):
         table.add_row(*row)
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     for example in result["examples"][:10]:
         console.print(example, markup=False, highlight=False)

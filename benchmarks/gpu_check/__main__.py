@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
         left = [row.get("part") or row["cell"] for row in rows if row["left"]]
         tail: Part = {"counts": counts(rows), "left": left}
         write(file, tail)
-    Console(stderr=True, width=160).print(table_of(rows))
+    Console(stderr=True, width=160, markup=False).print(table_of(rows))
     if left:
         print(f"for lack of time this was left: {', '.join(left)}", file=sys.stderr)
     found_parts = {row["part"]: row for row in rows if "part" in row}

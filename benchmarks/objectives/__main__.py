@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: no such case; there are {', '.join(CASES)}")
     options.logs = options.logs or Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
-    console = Console(stderr=True, width=180)
+    console = Console(stderr=True, width=180, markup=False)
     console.print(f"load average: {os.getloadavg()}; logs: {options.logs}", highlight=False)
     for case in options.cases or CASES:
         with saying("objectives") as say:

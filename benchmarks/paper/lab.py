@@ -242,10 +242,10 @@ class Lab:
 def _show(table: Table) -> None:
     """Prints a table for people; in a file, which has no width of its own, as Markdown."""
     if sys.stderr.isatty():
-        Console(stderr=True).print(table)
+        Console(stderr=True, markup=False).print(table)
     else:
         table.box = box.MARKDOWN
-        Console(stderr=True, width=_WIDTH).print(table)
+        Console(stderr=True, width=_WIDTH, markup=False).print(table)
 
 
 def _shown(value: object) -> str:

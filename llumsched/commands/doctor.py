@@ -19,8 +19,8 @@ from llumsched.exit_codes import ExitCode
 DESCRIPTION = """Check everything that --enable-llumlet needs, where engines run.
 
 With --model it says how requests of this model will move: vLLM builds it without weights, and plans its KV cache. Flags
-of `vllm serve` go after `--`: llumnix doctor --model DIR -- --kv-cache-dtype fp8. Exit code 1 if something has to be
-done. The same as `vllm-llumnix doctor`."""
+of `vllm serve` go after `--`: llumnix doctor --model DIR -- --kv-cache-dtype fp8. Exit code 1 if --enable-llumlet
+needs something; what it can do without, such as a transport, is "optional". The same as `vllm-llumnix doctor`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,12 @@ async def _profile(options: Options, credentials: Credentials) -> Profile:
             llumlet = await stack.enter_async_context(LlumletClient(options.llumlet, credentials=credentials))
         target = await _target(options, llumlet)
         plan = cells(target, options.most_requests)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         bar = stack.enter_context(Progress(*columns, console=output.console(stderr=True)))
         task = bar.add_task(f"steps of {output.clean(target.model)}", total=len(plan))
         steps = await measure(target, _in_order(plan), llumlet, lambda: bar.advance(task))

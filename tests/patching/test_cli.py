@@ -112,10 +112,28 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     assert "broken" in output
     assert "repair it" in output
     assert main(["doctor", "--json"]) == ExitCode.PROBLEM
-    told = [dataclasses.asdict(check) for check in checks]
+    told = [dataclasses.asdict(check) | {"level": check.level} for check in checks]
     assert json.loads(capsys.readouterr().out) == {"ok": False, "checks": told}
     monkeypatch.setattr(doctor, "examine_all", lambda adapt, flags: checks[:1])
     assert main(["doctor"]) == ExitCode.OK
+    assert "Nothing stands against --enable-llumlet.\n" in capsys.readouterr().out
+
+
+def test_optional_parts_that_are_broken_are_no_problem(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """Their remedy is printed as it is: a bracket is no markup."""
+    remedy = "pip install vllm-llumnix[mooncake], and libibverbs1"
+    monkeypatch.setattr(doctor.mooncake_engine, "why_not_installed", lambda: remedy)
+    monkeypatch.setattr(doctor, "_exists", lambda name: True)
+    checks = [doctor.python(), doctor.mooncake()]
+    monkeypatch.setattr(doctor, "examine_all", lambda adapt, flags: checks)
+    assert main(["doctor"]) == ExitCode.OK
+    printed = capsys.readouterr().out
+    assert remedy in printed
+    assert "without what is optional: transport 'mooncake'" in printed
+    assert main(["doctor", "--json"]) == ExitCode.OK
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"]
+    assert [check["level"] for check in document["checks"]] == ["ok", "optional"]
 
 
 def test_checks_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +14,7 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.wire import MALFORMED
 from vllm_llumnix.features_wire import Embeddings, Feature, embeddings_from, features_from
 
+_NAME: Final = "x-request-id"
 MAX_STATE_BYTES = 64 << 20
 
 
@@ -52,6 +54,20 @@ class RequestState(msgspec.Struct, frozen=True):
     embeddings: Embeddings | None = None
     """Of the prompt, in place of tokens (there are none then) or of some of them."""
     session: SessionState | None = None
+    name: str = ""
+    """The `X-Request-Id` with which it came; empty: none."""
+
+
+def with_name(headers: Mapping[str, str] | None, name: str) -> Mapping[str, str] | None:
+    """The trace headers with which vLLM takes a request's name to its engine, for want of another field that every
+    engine request has."""
+    return {**(headers or {}), _NAME: name} if name else headers
+
+
+def without_name(headers: Mapping[str, str] | None) -> tuple[str, dict[str, str] | None]:
+    """The name, and the trace headers without it: the engine returns them with each token."""
+    rest = dict(headers or {})
+    return rest.pop(_NAME, ""), rest or None
 
 
 def state_from(request: Any, **rest: Any) -> RequestState:
@@ -69,7 +85,7 @@ def state_from(request: Any, **rest: Any) -> RequestState:
         priority=request.priority,
         lora_name=adapter.lora_name if adapter else None,
         cache_salt=request.cache_salt,
-        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
+        trace_headers=without_name(request.trace_headers)[1],
         session_id=request.session_id,
         structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
         **rest,

@@ -33,18 +33,3 @@ class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 HOME = Epoch(0, 0)
 """The epoch of a request that has not moved: its outputs take vLLM's own path, without an index."""
-
-
-def gateway_id(external_id: str) -> str:
-    """The `x-request-id` with which a request came, from vLLM's external id of it.
-
-    vLLM calls it `cmpl-<x-request-id>-<index of the prompt>` or `chatcmpl-<x-request-id>`, all of `n > 1` the same.
-    Without the header it draws an id of its own for that place.
-    """
-    if external_id.startswith("chatcmpl-"):
-        return external_id.removeprefix("chatcmpl-")
-    if external_id.startswith("cmpl-"):
-        name, _, index = external_id.removeprefix("cmpl-").rpartition("-")
-        if name and index.isdecimal():
-            return name
-    return external_id

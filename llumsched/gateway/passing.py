@@ -57,6 +57,7 @@ class Passing(Attempts):
         self._last = b""
         """The last events of a stream that the client got."""
         self._usage = sse.Usage()
+        self._is_released = False
 
     async def _choose(self, asked: Request) -> Placed:
         if self._owner is not None and self._owner not in self._tried.excluded:
@@ -69,8 +70,10 @@ class Passing(Attempts):
         return backend is not self._owner and super()._is_doubtful(status, backend)
 
     def _release(self, placed: Placed, *, completed: bool) -> None:
-        """Releases the place as not completed: engines report such requests under names of their own, or not at all."""
-        super()._release(placed, completed=False)
+        """Releases the place as not completed: where a path gives the engine no work, its status tells nothing."""
+        if not self._is_released:
+            super()._release(placed, completed=False)
+        self._is_released = False
 
     def _answered(self, body: bytes, backend: Backend) -> None:
         super()._answered(body, backend)
@@ -120,6 +123,10 @@ class Passing(Attempts):
     def _begun(self, first: bytes, call: Call, placed: Placed) -> None:
         self._tried.taken_by(placed.backend)
         self._services.placement.begun(placed)
+        if self._config.full_mode:
+            # The engine computes it, and its status counts it, by whatever name.
+            self._release(placed, completed=False)
+            self._is_released = True
         call.is_stream = self._is_engines_work and not self._path.may_rest
         if self._path.keeps_answers:
             with suppress(msgspec.DecodeError, msgspec.ValidationError):

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.errors import Refused
-from llumlet.protocol.ids import gateway_id
 from tests.engine.rig import BLOCK_SIZE, Rig
 from tests.engine.test_sessions import answered, say
 from vllm_llumnix.engine.load import NO_HIT, NOTHING, Load, Place, share_of
@@ -371,8 +370,8 @@ def test_a_request_that_was_queued_behind_our_back_is_counted(rig: Rig, llumlet_
 def test_names_are_shown_once(rig: Rig) -> None:
     load = rig.port.load
     for index in range(3):
-        request = rig.request(f"{index}_cmpl-gate-7-0-abcd1234")
-        request.llumlet_residence.external_request_id = "cmpl-gate-7-0"
+        request = rig.request(f"{index}_resp_1-abcd1234")
+        request.llumlet_residence.name = "gate-7"
         load.received(request)
         rig.scheduler.add_request(request)
     assert load.snapshot().waiting == ("gate-7",)
@@ -444,22 +443,6 @@ def test_between_two_parts_of_its_input_it_waits_for_no_turn(model_dir: Path) ->
     rig.scheduler.finish_requests("s", RequestStatus.FINISHED_ABORTED)
     assert rig.port.load.snapshot().load == before
     assert rig.port.load.snapshot().num_gone == 1
-
-
-@pytest.mark.parametrize(
-    ("external", "ours"),
-    [
-        ("cmpl-3f-a1-0", "3f-a1"),
-        ("cmpl-x-12", "x"),
-        ("chatcmpl-3f-a1", "3f-a1"),
-        ("chatcmpl-x-0", "x-0"),
-        ("cmpl-0", "cmpl-0"),
-        ("resp_9", "resp_9"),
-        ("", ""),
-    ],
-)
-def test_names_of_the_gateway(external: str, ours: str) -> None:
-    assert gateway_id(external) == ours
 
 
 class _Request:

@@ -7,12 +7,16 @@ import time
 from typing import Any
 
 import pytest
+from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import FinishReason
 
 from llumlet.protocol import streams, wire
 from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of
+from vllm_llumnix.frontend.asgi import Served, served
+from vllm_llumnix.frontend.calls import state_of
+from vllm_llumnix.request_wire import without_name
 
 pytestmark = pytest.mark.asyncio
 
@@ -27,6 +31,27 @@ async def test_requests_carry_the_relay_address(client: Any, engine: FakeEngine)
     await client.add_request_async(request("r"))
     assert client.relay_address.startswith("tcp://127.0.0.1:")
     assert (await engine.added()).queue_server_address == client.relay_address
+
+
+@pytest.mark.parametrize("is_pooling", [False, True])
+async def test_requests_carry_the_name_of_their_gateway(client: Any, engine: FakeEngine, is_pooling: bool) -> None:
+    token = served.set(Served("gate-7"))
+    pooling = {"sampling_params": None, "pooling_params": PoolingParams()} if is_pooling else {}
+    headers = {"traceparent": "t"}
+    await client.add_request_async(request("resp_1_0-abcd1234", trace_headers=headers, priority=0, **pooling))
+    served.reset(token)
+    added = await engine.added()
+    assert without_name(added.trace_headers) == ("gate-7", headers)
+    state = state_of(added, [], "tcp://127.0.0.1:1", None) if not is_pooling else None
+    assert state is None or (state.name, state.trace_headers) == ("gate-7", headers)
+
+
+async def test_turn_after_a_tool_call_is_not_urgent(client: Any, engine: FakeEngine) -> None:
+    token = served.set(Served("gate-7"))
+    for number, priority in enumerate((0, -1)):
+        await client.add_request_async(request(f"r{number}", priority=priority))
+        assert (await engine.added()).priority == 0
+    served.reset(token)
 
 
 async def test_a_stream_goes_on_over_the_relay(client: Any, engine: FakeEngine, peer: FakePeer) -> None:

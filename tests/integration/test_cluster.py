@@ -247,6 +247,25 @@ async def test_other_paths_are_answered_as_by_the_engine(cluster: Cluster) -> No
             assert not body.get("stream") or (len(ours[2][0]) > 5 and ours[2][1]), ours
 
 
+async def test_status_names_requests_of_every_path_as_the_gateway_does(cluster: Cluster) -> None:
+    await cluster.control.knows(2)
+    text = "A gateway is a door."
+    messages = [{"role": "user", "content": text}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": [text, text], "n": 2},
+        "/v1/chat/completions": {"messages": messages},
+        "/v1/responses": {"input": text, "max_output_tokens": 9},
+        "/v1/messages": {"messages": messages},
+    }
+    async with aiohttp.ClientSession() as session:
+        for path, body in bodies.items():
+            name = f"gate-{uuid.uuid4().hex}{path}".replace("/", ".")
+            body = {"model": "model", "max_tokens": 9} | body
+            async with session.post(cluster.gateway_url + path, json=body, headers={"X-Request-Id": name}) as answer:
+                assert answer.status == 200, await answer.text()
+            await cluster.control.names(name)
+
+
 async def test_a_hot_engine_is_relieved(cluster: Cluster, expected: list[int]) -> None:
     await cluster.control.knows(2)
     await assert_relieved(cluster.control.scheduler_url, cluster.engines, expected)

@@ -18,6 +18,7 @@ from llumsched.up.ports import free_port
 from tests.support.harness import SERVED_NAME, Command
 
 READY_SECONDS = 60.0
+NAMED_SECONDS = 20.0
 
 
 def start(part: str, *arguments: str, log: Path) -> Command:
@@ -101,6 +102,21 @@ class Control:
         async with aiohttp.ClientSession() as session:
             view = await _get(session, f"{self.scheduler_url}/debug/view")
         return sum(instance["in_flight"]["num_requests"] for instance in view["instances"].values())
+
+    async def names(self, request: str) -> None:
+        """Until an instance names the request to the first scheduler that lives."""
+        named: set[str] = set()
+        async with aiohttp.ClientSession() as session:
+            try:
+                async with asyncio.timeout(NAMED_SECONDS):
+                    while request not in named:
+                        await asyncio.sleep(0.05)
+                        view = await _get(session, f"{self.scheduler_url}/debug/view")
+                        for instance in view["instances"].values():
+                            status = instance["status"] or {}
+                            named.update(status.get("recent_waiting_requests", ()), status.get("waiting_requests", ()))
+            except TimeoutError:
+                raise AssertionError(f"no instance names {request}, but {named}") from None
 
     async def scheduler_in_use(self) -> Command:
         """That has placed the most requests."""

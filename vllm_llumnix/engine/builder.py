@@ -47,6 +47,7 @@ class RequestBuilder:
             origin=state.origin,
             external_request_id=state.external_request_id,
             reasoning_ended=state.reasoning_ended,
+            name=state.name,
         )
         if (session := state.session) is not None:
             residence.num_parts, residence.num_earlier = session.num_parts, session.num_earlier

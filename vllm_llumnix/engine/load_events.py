@@ -15,7 +15,6 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
-from llumlet.protocol.ids import gateway_id
 from vllm_llumnix.engine.load import NO_HIT, Hit
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.progress import Progress
@@ -173,5 +172,6 @@ def _first_waiting_of(scheduler: Scheduler) -> Callable[[], Request | None]:
 
 
 def _name_of(request: Request) -> str:
+    """The request's name in the status: its gateway's, else its client's."""
     residence = residence_of(request)
-    return gateway_id(residence.external_request_id if residence else request.request_id)
+    return (residence.name or residence.external_request_id) if residence else request.request_id

@@ -41,6 +41,7 @@ from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.step_times import StepTimes
 from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.vllm_types import Engine, Request
+from vllm_llumnix.request_wire import without_name
 from vllm_llumnix.step_record import StepRecord
 
 logger = logging.getLogger("vllm.llumnix")
@@ -328,7 +329,8 @@ class EngineLoop:
     # Input thread
 
     def on_add(self, core_request: EngineCoreRequest, request: Request) -> None:
-        residence = residence_from(core_request)
+        name, request.trace_headers = without_name(core_request.trace_headers)
+        residence = residence_from(core_request, name)
         settle_in(request, residence)
         self.port.load.received(request)
         if residence.origin is not None and residence.origin not in self._origins:

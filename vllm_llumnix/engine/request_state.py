@@ -57,6 +57,8 @@ class Residence:
     """Parts of its input that have come, if it comes in parts (`sessions`); else 0."""
     num_earlier: int = 0
     """Output tokens of answers before the present one."""
+    name: str = ""
+    """The `X-Request-Id` with which it came."""
     repeat: list[int] = dataclasses.field(default_factory=list)
     """Last tokens before `base`, sent again with the first output from here: the former owner's last outputs may have
     died with it, and the origin's gate cuts off what it has. Not possible with logprobs, which do not travel."""
@@ -94,12 +96,13 @@ def settle_in(request: Request, residence: Residence) -> None:
     request.llumlet_residence = residence
 
 
-def residence_from(request: EngineCoreRequest) -> Residence:
+def residence_from(request: EngineCoreRequest, name: str) -> Residence:
     return Residence(
         origin=request.queue_server_address,
         external_request_id=request.external_req_id or request.request_id,
         reasoning_ended=request.reasoning_ended,
         num_parts=int(request.resumable),
+        name=name,
     )
 
 
@@ -109,6 +112,7 @@ def state_of(request: Request, residence: Residence, max_model_len: int) -> Requ
     return state_from(
         request,
         external_request_id=residence.external_request_id,
+        name=residence.name,
         origin=residence.origin or "",
         output_token_ids=list(request.output_token_ids),
         reasoning_ended=structured.reasoning_ended if structured else residence.reasoning_ended,

@@ -21,7 +21,7 @@ from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.kept_inputs import named_tokens
 from vllm_llumnix.frontend.vllm_types import CacheConfig
 from vllm_llumnix.peer_clients import PeerClients
-from vllm_llumnix.request_wire import RequestState, encode, state_from
+from vllm_llumnix.request_wire import RequestState, encode, state_from, without_name
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -184,6 +184,7 @@ def state_of(request: EngineCoreRequest, delivered: list[int], origin: str, lora
     return state_from(
         request,
         external_request_id=request.external_req_id or request.request_id,
+        name=without_name(request.trace_headers)[0],
         origin=origin,
         output_token_ids=list(delivered),
         lora_digest=lora_digest,

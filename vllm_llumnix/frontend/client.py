@@ -29,11 +29,12 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_llumnix import config
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.frontend.asgi import num_deaths
+from vllm_llumnix.frontend.asgi import num_deaths, served
 from vllm_llumnix.frontend.origin import OriginShell
 from vllm_llumnix.frontend.seams import SEAMS
 from vllm_llumnix.frontend.sessions import InputSessions
 from vllm_llumnix.frontend.vllm_types import Client, VllmConfig
+from vllm_llumnix.request_wire import with_name
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         origin = self.origin
+        if (http := served.get()) is not None:
+            request.priority = http.priority_of(request.priority)
+            request.trace_headers = with_name(request.trace_headers, http.name)
         if request.sampling_params is None or request.abort_immediately:
             # Pooling requests and requests that end at once keep to vLLM's own ways.
             await super().add_request_async(request)

@@ -414,8 +414,29 @@ async def test_the_limits_hold() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("full_mode", [True, False])
+async def test_full_mode_releases_a_stream_once_its_engine_has_it(full_mode: bool) -> None:
+    mock = Engine(seen=[], events=STREAMS[RESPONSES], may_end=asyncio.Event())
+    async with scheduled(mock=mock, full_mode=full_mode) as (it, scheduler):
+        async with it.client.post(it.url + RESPONSES, json=STREAMED | {"input": "x" * 40}) as answer:
+            await answer.content.readany()
+            if full_mode:
+                await until(lambda: scheduler.of("/release"))
+            else:
+                await until(lambda: scheduler.reports)
+                assert not scheduler.of("/release"), "nothing but the gateway tells that it runs"
+            assert mock.may_end is not None
+            mock.may_end.set()
+            await answer.read()
+        await it.until_idle()
+        await until(lambda: scheduler.of("/release"))
+        assert (await it.post(EMBEDDINGS, BODY | {"input": [1]})).status == 200
+        await until(lambda: len(scheduler.of("/release")) == 2)
+
+
+@pytest.mark.asyncio
 async def test_a_scheduler_places_and_is_told_of_the_end() -> None:
-    """Whatever became of it: the engine's status names such a request by another name."""
+    """Whatever became of it: some paths bring nothing to the engine, whose status then tells nothing."""
     mock = Engine(seen=[], events=STREAMS[RESPONSES])
     async with scheduled(mock=mock) as (it, scheduler):
         assert (await it.post(RESPONSES, STREAMED | {"input": "x" * 40})).status == 200

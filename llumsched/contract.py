@@ -28,6 +28,10 @@ MAX_BODY_BYTES = 16 << 20
 NOT_IN_TIME: Final = "no endpoint in time"
 """The beginning of the text with which a scheduler refuses a request that may wait, and that it would place if it might
 not. The status is the same as where there is no endpoint at all."""
+MODEL_AWAY: Final = "no endpoint for the model now"
+"""The beginning of the text with which a scheduler refuses a request for a model that it knows and nobody serves."""
+MODEL_NEEDED: Final = "model is needed"
+"""The beginning of the text with which a scheduler refuses a request that names no model where there are several."""
 RequestId = Annotated[str, Meta(min_length=1, max_length=1024)]
 """An id that is not empty: requests without one would all be the same, each a retry of the one before."""
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -73,6 +73,11 @@ class Cluster(Columns, Protocol):
         ...
 
 
+def base_model(instance: Instance) -> str:
+    metadata = instance.metadata
+    return (*metadata.served_models, metadata.model)[0]
+
+
 def serves(instance: Instance, model: str) -> bool:
     """Whether an instance serves a model, by the names of its API server; by the engine's model if there are none."""
     metadata = instance.metadata

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from llumsched.cluster.columns import IdOrder, Mask, Matrix, UnknownColumn, Values, serves
+from llumsched.cluster.columns import IdOrder, Mask, Matrix, UnknownColumn, Values, base_model, serves
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import Provider
 from llumsched.cluster.providers.metadata import MetadataColumns
@@ -45,6 +45,9 @@ class Table:
         """Number of instances that serve each model."""
         self._serving: dict[str, Mask] = {}
         self._order: IdOrder | None = None
+        self._base_models: frozenset[str] | None = None
+        self.on_unserved: Callable[[str], None] = lambda model: None
+        """Hears of each model that the last instance has ceased to serve."""
         for owner in self._owners:
             owner.provider.on_change(functools.partial(self._rewrite, owner))
 
@@ -108,6 +111,13 @@ class Table:
             self._order = IdOrder(ids, rank)
         return self._order
 
+    @property
+    def base_models(self) -> frozenset[str]:
+        """The first name that each instance serves: that of its model; adapters come after it."""
+        if self._base_models is None:
+            self._base_models = frozenset(map(base_model, self.instances))
+        return self._base_models
+
     def serving(self, model: str) -> Mask:
         if model and model not in self._models:  # and is not kept: clients make up names
             return np.zeros(len(self), np.bool_)
@@ -147,11 +157,12 @@ class Table:
     # Masks of members and metadata
 
     def _members_changed(self) -> None:
-        self._order = None
+        self._order = self._base_models = None
         self._serving.clear()
 
     def _models_changed(self, row: int, before: Instance) -> None:
         instance = self.instances[row]
+        self._base_models = None
         self._models.update(_models_of(instance))
         self._serves_no_more(before)
         for model, mask in self._serving.items():
@@ -166,6 +177,7 @@ class Table:
             if not self._models[model]:
                 del self._models[model]
                 self._serving.pop(model, None)
+                self.on_unserved(model)
 
 
 def standard_table(in_flight: Provider, *others: Provider) -> Table:

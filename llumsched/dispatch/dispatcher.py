@@ -26,6 +26,7 @@ from llumsched.dispatch.complaints import Complaints
 from llumsched.dispatch.senders import Senders
 from llumsched.dispatch.warmth import Warmth
 from llumsched.latency.profile import Profile
+from llumsched.model_memory import ModelMemory
 from llumsched.policy import filters as f
 from llumsched.policy import pipeline
 from llumsched.policy.candidates import Candidates, Context
@@ -43,7 +44,11 @@ class NotPlacedKind(StrEnum):
     """Why a request was not placed, by the names of the counter `scheduler_scheduling_failed_total`."""
 
     ENDPOINT_NOT_FOUND = "endpoint_not_found"
-    """Nobody serves the model."""
+    """Nobody serves the model, nor did of late."""
+    MODEL_AWAY = "model_away"
+    """Nobody serves the model now: it was served of late, or is configured."""
+    MODEL_NEEDED = "model_needed"
+    """The request names no model, and instances serve several."""
     NO_AVAILABLE_ENDPOINT = "no_available_endpoint"
     NO_ENDPOINT_IN_TIME = "no_endpoint_in_time"
     """Somebody would take it if it might not wait."""
@@ -113,11 +118,13 @@ class Dispatcher:
         forward: bool = False,
         looks_ahead: bool = False,
         hits: PrefixHits | None = None,
+        models: Collection[str] = (),
     ) -> None:
         """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
         columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand.
         `forward`: whether decisions see statuses moved on to now; `looks_ahead`: whether somebody else moves its table
-        on. That takes columns of its own, which cost something with each status. `hits`: what prefix caches hold."""
+        on. That takes columns of its own, which cost something with each status. `hits`: what prefix caches hold.
+        `models`: names that are known before an instance has served them."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
         self._forward = forward
@@ -125,6 +132,8 @@ class Dispatcher:
         self.senders = Senders(clock)
         outlooks = [Outlook(clock)] if forward or looks_ahead else []
         self.table = standard_table(ledger.in_flight, self.step_models, *outlooks)
+        self.models = ModelMemory(clock, models)
+        self.table.on_unserved = self.models.served
         self.hits = hits
         self._providers: Sequence[RequestProvider] = (*((hits,) if hits else ()), *providers)
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
@@ -167,6 +176,8 @@ class Dispatcher:
         """
         if warming := self._warming:
             raise NotPlaced(NotPlacedKind.WARMING, warming)
+        if not request.model and len(self.table.base_models) > 1:
+            raise NotPlaced(NotPlacedKind.MODEL_NEEDED, "instances serve several models")
         decisions = self.decide(request, stages, gateway_id, tried)
         placements = []
         for stage, decision in decisions.items():
@@ -283,6 +294,8 @@ class Dispatcher:
         masks = {one.name: mask for one, mask in decision.screening.refused}
         wrong_model, wrong_type = masks[f.ModelFilter.name], masks[f.InferTypeFilter.name]
         if len(wrong_model) and wrong_model.all():
+            if request.model in self.models:
+                return NotPlaced(NotPlacedKind.MODEL_AWAY, f"no instance serves {request.model!r}")
             return NotPlaced(
                 NotPlacedKind.ENDPOINT_NOT_FOUND, f"endpoint not found: nobody serves model {request.model!r}"
             )

@@ -22,6 +22,7 @@ from llumsched import descriptors
 from llumsched.causes import Cause
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
+from llumsched.model_memory import ModelMemory
 
 _ASK_TIMEOUT_S = 3.0
 _ASKED_AT_ONCE = 64
@@ -86,9 +87,11 @@ class Backends:
         headers: Mapping[str, str],
         *,
         is_tls: bool = False,
+        models: Collection[str] = (),
     ) -> None:
         """`headers`: of all that engines are asked for the gateway itself. `is_tls`: for those of which only the
-        address is known."""
+        address is known. `models`: names that are known before an instance has served them."""
+        self.names = ModelMemory(time.monotonic, models)
         self.outliers: Outliers[Backend] = Outliers(limits, self.__len__, time.monotonic)
         self.pace: Pace[Backend] = Pace(time.monotonic)
         self._session = session
@@ -143,6 +146,15 @@ class Backends:
     def listed(self, model: str) -> bool:
         """Whether an instance is known to serve the model."""
         return any(model in (backend.models or ()) for backend in self._all.values())
+
+    def knows(self, model: str) -> bool:
+        """Whether the model is there, was there of late, or is to come: a request for it is no mistake."""
+        return model in self.names or self.listed(model)
+
+    @property
+    def has_several_models(self) -> bool:
+        """Whether instances are known to have different models; each names its own first, and its adapters after it."""
+        return len({next(iter(backend.models)) for backend in self._all.values() if backend.models}) > 1
 
     def next_for(
         self, model: str, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
@@ -217,6 +229,8 @@ class Backends:
             backend.models = await self._cards(backend, self._headers)
             backend.is_down = False
             backend.answered_s = time.monotonic()
+            for model in backend.models or ():
+                self.names.served(model)
             if backend.is_stalled and backend.models:
                 backend.is_stalled = await self._generates(backend, _ASK_TIMEOUT_S) is not True
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

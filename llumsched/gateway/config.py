@@ -135,6 +135,11 @@ class Config:
     backend_api_key_file: str = _instances.setting(
         "", kinds.file(read_word), "the engines' own --api-key, sent to them instead of what clients send"
     )
+    models: tuple[str, ...] = _instances.setting(
+        (),
+        kinds.several(kinds.text("NAME"), "NAME,…"),
+        "models that are known before an instance has served them: requests for them get 503, not 404",
+    )
     scheduler_endpoints: tuple[Address, ...] = _instances.setting(
         (), kinds.several(_ADDRESS, "HOST:PORT,…"), "schedulers; the first that answers is asked"
     )

@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from llumsched.gateway.backends import Backend, Backends
-from llumsched.gateway.errors import NoInstance, UnknownModel
+from llumsched.gateway.errors import InvalidRequest, NoInstance, UnknownModel
 from llumsched.gateway.objectives import NOTHING_PREDICTED, Predicted, Tally
 from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.scheduler_client import SchedulerAnswer
+from llumsched.model_memory import AWAY_RETRY_S
 from llumsched.request import Request
 
 
@@ -47,7 +48,8 @@ class Placement(ABC):
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = (), key: str = ""
     ) -> Placed:
         """A place at none of `excluded`, and at one of `shunned` only if there is no other; `key` is the name of the
-        client's key. Raises UnknownModel, NoInstance after a bounded wait, or Overloaded if too many wait already."""
+        client's key. Raises InvalidRequest, UnknownModel, NoInstance after a bounded wait, or Overloaded if too many
+        wait already."""
 
     @abstractmethod
     async def refusal(self) -> str:
@@ -90,11 +92,15 @@ class RoundRobin(Placement):
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = (), key: str = ""
     ) -> Placed:
+        if not asked.model and self._backends.has_several_models:
+            raise InvalidRequest("`model` is needed: several models are served here.")
         backend = self._backends.next_for(asked.model, excluded, shunned)
         if backend is None and not excluded:
             await self._backends.refresh()
             backend = self._backends.next_for(asked.model)
             if backend is None:
+                if self._backends.knows(asked.model):
+                    raise NoInstance(f"No instance serves `{asked.model}` now.", retry_after_s=AWAY_RETRY_S)
                 if len(self._backends):
                     raise UnknownModel(f"The model `{asked.model}` does not exist.")
                 raise NoInstance("No instance is known.", retry_after_s=1)

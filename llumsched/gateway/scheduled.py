@@ -32,6 +32,7 @@ from llumsched.gateway.objectives import Predicted, Tally
 from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.placement import Placed, Placement, RoundRobin
 from llumsched.gateway.scheduler_client import (
+    ModelAway,
     NoEndpoint,
     NotInTime,
     NotScheduled,
@@ -40,6 +41,7 @@ from llumsched.gateway.scheduler_client import (
     SchedulerWarming,
 )
 from llumsched.gateway.waiting import Queues, Waiting
+from llumsched.model_memory import AWAY_RETRY_S
 from llumsched.request import Request
 
 COMPLAINT_TTL_S = 15.0
@@ -96,7 +98,7 @@ class Scheduled(Placement):
                 return await self._ask_for(waiting)
             except NoEndpoint as reason:
                 waiting.reason = reason
-        if self.num_waiting >= self._config.max_queue_size and not self._queues.make_room(key):
+        if self.num_waiting >= self._config.max_queue_size and not self._queues.make_room(waiting):
             raise Overloaded("Too many requests wait for an instance.", retry_after_s=1)
         try:
             return await self._queues.wait(waiting)
@@ -104,7 +106,8 @@ class Scheduled(Placement):
             longest_s = self._queues.longest_wait_s(asked.model)
             raise Overloaded("Its objectives cannot be met now.", retry_after_s=longest_s) from None
         except NoEndpoint as reason:
-            raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=self._interval_s) from None
+            retry_s = AWAY_RETRY_S if isinstance(reason, ModelAway) else self._interval_s
+            raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=retry_s) from None
 
     @property
     def num_waiting(self) -> int:
@@ -148,6 +151,8 @@ class Scheduled(Placement):
                 raise NoEndpoint(str(warming)) from None
             return await self._without_scheduler(asked, excluded, shunned)
         except UnknownModel:
+            if self._backends.knows(asked.model):
+                raise ModelAway(f"no instance serves `{asked.model}`") from None
             raise UnknownModel(f"The model `{asked.model}` does not exist.") from None
         if placed.backend not in excluded:
             return placed
@@ -177,6 +182,7 @@ class Scheduled(Placement):
         backend = self._backends.at(chosen.endpoint.address)
         if asked.model:
             backend.learn(asked.model)
+            self._backends.names.served(asked.model)
         wanted = chosen.prompt_block_size
         self._block_sizes[asked.model] = 0 if isinstance(wanted, UnsetType) else wanted
         rank = None if isinstance(chosen.dp_rank_local, UnsetType) else chosen.dp_rank_local

@@ -24,6 +24,8 @@ from llumlet.secret_files import Bearer
 from llumlet.tasks import cancel
 from llumlet.types import Address
 from llumsched.contract import (
+    MODEL_AWAY,
+    MODEL_NEEDED,
     NOT_IN_TIME,
     Attaining,
     Complaining,
@@ -37,7 +39,7 @@ from llumsched.contract import (
 )
 from llumsched.gateway.config import Config
 from llumsched.gateway.endpoints import Endpoint
-from llumsched.gateway.errors import UnknownModel
+from llumsched.gateway.errors import InvalidRequest, UnknownModel
 from llumsched.tls import client_context
 
 _log = logging.getLogger(__name__)
@@ -73,6 +75,10 @@ class NoEndpoint(Exception):
 
 class NotInTime(NoEndpoint):
     """It has one for a request that may not wait; its objectives would be missed there."""
+
+
+class ModelAway(NoEndpoint):
+    """No instance serves the model now, which is known all the same."""
 
 
 class NotScheduled(Exception):
@@ -112,7 +118,8 @@ class SchedulerClient:
         self._refusal_s = -float("inf")
 
     async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
-        """The place of a request. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
+        """The place of a request. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel,
+        InvalidRequest."""
         now_s = time.monotonic()
         if self.is_away and now_s < self._away_until_s:
             raise SchedulerAway("The scheduler did not answer lately.")
@@ -130,7 +137,7 @@ class SchedulerClient:
                 reason = error
             except SchedulerWarming as error:
                 warming = error
-            except (NoEndpoint, NotScheduled, UnknownModel):
+            except (NoEndpoint, NotScheduled, UnknownModel, InvalidRequest):
                 self._answered(number)
                 raise
             else:
@@ -170,7 +177,7 @@ class SchedulerClient:
         self._abandoned.discard(asking)
         if asking.cancelled() or asking.exception() is not None:
             return
-        with suppress(SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel):
+        with suppress(SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel, InvalidRequest):
             self.release(SchedulerAnswer(scheduler, request, _result(scheduler, *asking.result())))
 
     def _answered(self, number: int) -> None:
@@ -323,15 +330,19 @@ class _Scheduler:
 
 
 def _result(scheduler: Address, status: int, text: bytes) -> list[LLMInstance]:
-    """The place in an answer. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
+    """The place in an answer. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel,
+    InvalidRequest."""
     if status == 503 and text.startswith(_WARMING):
         raise SchedulerWarming(text.decode(errors="replace"))
     if status == 429:
         said = text.decode(errors="replace")
-        raise (NotInTime if said.startswith(NOT_IN_TIME) else NoEndpoint)(said)
+        kinds = {NOT_IN_TIME: NotInTime, MODEL_AWAY: ModelAway}
+        raise next((kind for begins, kind in kinds.items() if said.startswith(begins)), NoEndpoint)(said)
     if status == 404 and _NOT_FOUND in text.decode(errors="replace"):
         raise UnknownModel("No instance serves that model.")
     said = f"{scheduler} answered {status}: {text[:200].decode(errors='replace')}"
+    if status == 400 and text.startswith(MODEL_NEEDED.encode()):
+        raise InvalidRequest("`model` is needed: several models are served here.")
     if status == 400:
         raise NotScheduled(said)
     if status != 200:

@@ -110,6 +110,7 @@ class Gateway:
             Limits(config.max_ejected),
             access.headers,
             is_tls=config.backend_https,
+            models=config.models,
         )
         self.metrics = Metrics(self.backends.listed)
         self.upstream = Upstream(config.connect_timeout_s, access, engines_tls)

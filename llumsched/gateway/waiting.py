@@ -77,6 +77,11 @@ class Waiting:
     def num_tokens(self) -> int:
         return self.asked.prompt_num_tokens + _REQUEST_TOKENS
 
+    @property
+    def share(self) -> tuple[str, str]:
+        """Key and model, between which a full queue is shared."""
+        return self.key, self.asked.model
+
     def is_over(self, now_s: float) -> bool:
         return now_s >= self.end_s
 
@@ -169,17 +174,17 @@ class Queues:
         now_s, queue = self._clock(), self._of_model.get(model, _Queue())
         return max((now_s - one.since_s for one in queue.waiting), default=0.0)
 
-    def make_room(self, key: str) -> bool:
-        """Refuses the last request of the key that has the most of them, if that has two more than this key. Returns
-        whether it did."""
+    def make_room(self, newcomer: Waiting) -> bool:
+        """Refuses the last request of the key and model that have the most of them, if these have two more than the
+        newcomer's. Returns whether it did."""
         now_s = self._clock()
         waiting = [one for queue in self._of_model.values() for one in queue.waiting if not one.place.done()]
-        num_waiting = Counter(one.key for one in waiting)
-        most = max(num_waiting, key=num_waiting.__getitem__, default=key)
-        if num_waiting[most] < num_waiting[key] + 2:
+        num_waiting = Counter(one.share for one in waiting)
+        most = max(num_waiting, key=num_waiting.__getitem__, default=newcomer.share)
+        if num_waiting[most] < num_waiting[newcomer.share] + 2:
             return False
         last = max(
-            (one for one in waiting if one.key == most),
+            (one for one in waiting if one.share == most),
             key=lambda one: (one.asked.priority, one.is_late(now_s), one.deadline_s, one.since_s),
         )
         _fail(last.place, Overloaded("Too many requests of this key wait for an instance.", retry_after_s=1))

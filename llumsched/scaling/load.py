@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from llumsched.cluster.columns import Cluster, Mask, Rows, Values
+from llumsched.cluster.columns import Cluster, Mask, Rows, Values, base_model
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.metadata import type_of
 from llumsched.policy.candidates import Candidates, Context
@@ -65,8 +65,7 @@ class Load:
 
 
 def group_of(instance: Instance) -> Group:
-    metadata = instance.metadata
-    return Group((*metadata.served_models, metadata.model)[0], type_of(instance))
+    return Group(base_model(instance), type_of(instance))
 
 
 def measure(cluster: Cluster, config: Config, now_s: float) -> dict[Group, Load]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's HTTP API.
 
-POST /schedule         200 the request with its `scheduling_result`; 404 nobody serves the model; 429 nobody takes
-                       it now; 400 the JSON is wrong, the prompt fits nowhere, or nothing is known of any instance; 503
-                       too little is known of them yet (`warming: …`)
+POST /schedule         200 the request with its `scheduling_result`; 404 nobody serves the model, nor did of late; 429
+                       nobody takes it now; 400 the JSON is wrong, the prompt fits nowhere, the model is needed, or
+                       nothing is known of any instance; 503 too little is known of them yet (`warming: …`)
 POST /release          one or an array: 200, as often as one likes; 400 the JSON is wrong or names no result
 POST /report           200; lite mode, from gateways
 POST /complaints       200; instances to which a gateway sends nothing now, and why
@@ -43,6 +43,8 @@ from llumsched.cluster.providers.lrs import RealtimeState, Update
 from llumsched.cluster.providers.metadata import type_of
 from llumsched.contract import (
     MAX_BODY_BYTES,
+    MODEL_AWAY,
+    MODEL_NEEDED,
     NOT_IN_TIME,
     Attaining,
     Complaining,
@@ -73,10 +75,17 @@ _STATUS: Final = {
     NotPlacedKind.NO_AVAILABLE_ENDPOINT: 429,
     NotPlacedKind.NO_ENDPOINT_IN_TIME: 429,
     NotPlacedKind.NO_MATCH_INFER_TYPE: 429,
+    NotPlacedKind.MODEL_AWAY: 429,
     NotPlacedKind.WARMING: 503,
 }
 
 
+_TOLD: Final = {
+    NotPlacedKind.NO_ENDPOINT_IN_TIME: NOT_IN_TIME,
+    NotPlacedKind.MODEL_AWAY: MODEL_AWAY,
+    NotPlacedKind.MODEL_NEEDED: MODEL_NEEDED,
+}
+"""Beginnings of texts by which a gateway knows the reason."""
 NOTHING_PREDICTED: Final[Mapping[str, float]] = MappingProxyType({})
 
 
@@ -119,8 +128,8 @@ class Api:
             placements = self._dispatcher.schedule(request, stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
             self._metrics.refused(error.kind)
-            said = f"{NOT_IN_TIME}: {error}" if error.kind is NotPlacedKind.NO_ENDPOINT_IN_TIME else str(error)
-            return web.Response(status=_STATUS.get(error.kind, 400), text=said)
+            told = _TOLD.get(error.kind)
+            return web.Response(status=_STATUS.get(error.kind, 400), text=f"{told}: {error}" if told else str(error))
         self._metrics.placed(placements, request.prompt_num_tokens, time.perf_counter() - began_s)
         result = [
             self._named(placed.instance, placed.infer_type, asked.model, placed.predicted) for placed in placements

@@ -108,6 +108,11 @@ class SchedulerConfig:
     )
     backend_api_key: str = field(default="", repr=False)
     """The key of the engines in lite mode."""
+    models: tuple[str, ...] = _dispatch.setting(
+        (),
+        kinds.several(kinds.text("NAME"), "NAME,…"),
+        "models that are known before an instance has served them: requests for them wait, then get 503, not 404",
+    )
     account: bool = _dispatch.setting(
         True,
         SWITCH,
@@ -227,6 +232,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
             forward=config.forward_status,
             looks_ahead=config.rescheduling is not None and config.rescheduling.forward_status,
             hits=(hits := _hits(config)),
+            models=config.models,
         )
         stack.callback(dispatcher.close)
         if hits is not None and config.policy.mode is Mode.FULL:

@@ -267,6 +267,7 @@ _REFUSALS: Final[dict[NotPlacedKind, Callable[[str], Exception]]] = {
     NotPlacedKind.NO_AVAILABLE_ENDPOINT: NoEndpoint,
     NotPlacedKind.NO_ENDPOINT_IN_TIME: NotInTime,
     NotPlacedKind.NO_MATCH_INFER_TYPE: NoEndpoint,
+    NotPlacedKind.MODEL_AWAY: NoEndpoint,
     NotPlacedKind.WARMING: SchedulerWarming,
 }
 """Refusals as the scheduler's HTTP says them to its client."""

@@ -12,8 +12,10 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
+from llumsched.model_memory import REMEMBERED_S
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
 from llumsched.request import Request
+from llumsched.scaling.scaler import FORGET_S
 from tests.llumsched import cases
 
 PREFILL_ONLY = """
@@ -23,11 +25,11 @@ full:
 
 
 class Cluster:
-    def __init__(self, policy: Policy, *names: str, **fields: object) -> None:
+    def __init__(self, policy: Policy, *names: str, models: tuple[str, ...] = (), **fields: object) -> None:
         self.now = 0.0
         self.view = View(lambda: self.now)
         self.account = Account(lambda: self.now, 10.0, lambda: not self.view.connected)
-        self.dispatcher = Dispatcher(self.view, policy, self.account, lambda: self.now, random.Random(0))
+        self.dispatcher = Dispatcher(self.view, policy, self.account, lambda: self.now, random.Random(0), models=models)
         for name in names:
             cases.put(self.view, name, **fields)
 
@@ -179,3 +181,39 @@ def test_what_is_remembered_is_forgotten() -> None:
         cluster.account.expire()
     assert len(cluster.dispatcher._placed) <= 11
     assert len(cluster.account) <= 11
+
+
+def _refusal(cluster: Cluster, model: str) -> NotPlacedKind:
+    with pytest.raises(NotPlaced) as error:
+        cluster.place(model=model)
+    return error.value.kind
+
+
+def test_model_whose_last_instance_left_is_away_and_not_unknown() -> None:
+    cluster = Cluster(full(), models=("configured",))
+    cases.put(cluster.view, "a", served_models=["m"])
+    cases.put(cluster.view, "b", served_models=["n", "adapter"])
+    assert _refusal(cluster, "never") is NotPlacedKind.ENDPOINT_NOT_FOUND
+    assert _refusal(cluster, "configured") is NotPlacedKind.MODEL_AWAY
+    cases.put(cluster.view, "b", 2, served_models=["n"])
+    assert _refusal(cluster, "adapter") is NotPlacedKind.MODEL_AWAY
+    cluster.view.remove("a")
+    assert _refusal(cluster, "m") is NotPlacedKind.MODEL_AWAY
+    cluster.now = FORGET_S
+    cases.put(cluster.view, "b", 3, served_models=["n"])
+    assert _refusal(cluster, "m") is NotPlacedKind.MODEL_AWAY, "a scaler still wants it"
+    cluster.now = REMEMBERED_S + 1
+    cases.put(cluster.view, "b", 4, served_models=["n"])
+    assert _refusal(cluster, "m") is NotPlacedKind.ENDPOINT_NOT_FOUND
+    assert cluster.place(model="n") == ["b"]
+
+
+def test_request_without_a_model_is_placed_where_there_is_one_model() -> None:
+    cluster = Cluster(full())
+    cases.put(cluster.view, "a", served_models=["m", "adapter"])
+    cases.put(cluster.view, "b", served_models=["m"])
+    assert cluster.place(model="") in (["a"], ["b"])
+    cases.put(cluster.view, "c", served_models=["other"])
+    assert _refusal(cluster, "") is NotPlacedKind.MODEL_NEEDED
+    cluster.view.remove("c")
+    assert cluster.place(model="")

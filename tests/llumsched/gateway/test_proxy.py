@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from llumlet.types import Address
 from llumsched.gateway.body import Body
 from llumsched.gateway.errors import InvalidRequest
+from llumsched.model_memory import AWAY_RETRY_S
 from tests.llumsched.gateway.support import DEADLINE_S, cluster, until
 from tests.support.mock_api import Mock
 
@@ -99,6 +100,30 @@ async def test_models_are_merged_and_an_unknown_one_is_refused() -> None:
         assert reply.status == 404
         assert reply.json["error"]["message"] == "The model `other` does not exist."
         assert reply.headers["X-Request-Id"]
+
+
+@pytest.mark.asyncio
+async def test_round_robin_knows_models_that_are_away() -> None:
+    mock = Mock(models=("mock", "adapter"))
+    async with cluster(mock=mock, models=("coming",)) as it:
+        for model, status in (("adapter", 200), ("coming", 503), ("never", 404)):
+            assert (await it.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"model": model})).status == status, model
+        mock.models = ("mock",)
+        await it.gateway.backends.refresh()
+        reply = await it.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"model": "adapter"})
+        assert (reply.status, int(reply.headers["Retry-After"]) >= AWAY_RETRY_S) == (503, True)
+
+
+@pytest.mark.asyncio
+async def test_round_robin_refuses_requests_without_a_model_where_there_are_several() -> None:
+    mock, body = Mock(models=("mock", "adapter")), PROMPTS[COMPLETIONS] | {"model": ""}
+    async with cluster(mock=mock) as it:
+        await it.gateway.backends.refresh()
+        assert (await it.post(COMPLETIONS, body)).status == 200
+        next(iter(it.gateway.backends)).models = {"other": {}}
+        reply = await it.post(COMPLETIONS, body)
+        assert (reply.status, "`model` is needed" in reply.json["error"]["message"]) == (400, True)
+        assert (await it.post("/tokenize", {"prompt": "a"})).status == 400
 
 
 @pytest.mark.asyncio

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from llumlet.block_hashes import chain, root_of
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
-from llumsched.contract import Endpoint, LLMInstance, Report, SchedulingRequest
+from llumsched.contract import MODEL_AWAY, MODEL_NEEDED, Endpoint, LLMInstance, Report, SchedulingRequest
 from llumsched.gateway import scheduler_client
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.config import Config
@@ -32,6 +33,7 @@ from llumsched.gateway.exchange import failure
 from llumsched.gateway.metrics import Record
 from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerAnswer, SchedulerClient
+from llumsched.model_memory import AWAY_RETRY_S, ModelMemory
 from llumsched.policy.document import Mode, load_policy
 from llumsched.prefix.hits import SENT_BLOCK_SIZE
 from llumsched.request import Request
@@ -54,6 +56,8 @@ class MockScheduler:
     ports: list[int] = field(default_factory=list)
     """Of the instances it names, in turn."""
     status: int = 200
+    said: str = ""
+    """Its reason for that status."""
     release_status: int = 200
     hangs: bool = False
     may_place: asyncio.Event | None = None
@@ -93,7 +97,8 @@ class MockScheduler:
         if self.is_warming:
             return web.Response(status=503, text="warming: 3 instances are known so far")
         if self.status != 200:
-            return web.Response(status=self.status, text={404: "endpoint not found"}.get(self.status, "no"))
+            said = self.said or {404: "endpoint not found"}.get(self.status, "no")
+            return web.Response(status=self.status, text=said)
         if self.may_place is not None:
             await self.may_place.wait()
         port = self.ports[len(self.of("/schedule")) % len(self.ports)]
@@ -148,6 +153,42 @@ async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
         assert asked["scheduling_mode"] == "neutral"
         assert (it.engines.seen or [])[0]["headers"]["X-Request-Id"] == "mine"
         assert not scheduler.of("/release")  # full mode: the engine's status tells
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("status", "said"), [(429, MODEL_AWAY), (404, "")])
+async def test_model_that_is_away_is_waited_for_and_then_503(status: int, said: str) -> None:
+    """Whether the scheduler remembers it, or this gateway, as the scheduler was restarted."""
+    async with scheduled(wait_scheduling_timeout_s=0.3) as (it, scheduler):
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+        scheduler.status, scheduler.said = status, said
+        reply = await it.post(COMPLETIONS, BODY)
+        assert (reply.status, int(reply.headers["Retry-After"]) >= AWAY_RETRY_S) == (503, True)
+        assert len(scheduler.of("/schedule")) > 2
+        assert status == 429 or (await it.post(COMPLETIONS, BODY | {"model": "never"})).status == 404
+
+
+@pytest.mark.asyncio
+async def test_request_without_a_model_is_refused_where_there_are_several() -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.status, scheduler.said = 400, f"{MODEL_NEEDED}: instances serve several"
+        reply = await it.post(COMPLETIONS, {name: value for name, value in BODY.items() if name != "model"})
+        assert (reply.status, "`model` is needed" in reply.json["error"]["message"]) == (400, True)
+        assert not it.engines.seen
+
+
+@pytest.mark.asyncio
+async def test_real_scheduler_remembers_models_of_engines_that_are_gone() -> None:
+    mock = Mock(seen=[], models=("mock", "adapter"))
+    async with _real(mock, wait_scheduling_timeout_s=0.2) as (it, scheduler):
+        assert (await it.post(COMPLETIONS, BODY | {"model": "adapter"})).status == 200
+        mock.models = ("mock",)
+        await until(lambda: all(list(one.metadata.served_models) == ["mock"] for one in scheduler.view.values()))
+        it.gateway.backends.names = ModelMemory(time.monotonic)
+        for backend in it.gateway.backends:
+            backend.models = None
+        assert (await it.post(COMPLETIONS, BODY | {"model": "adapter"})).status == 503
+        assert (await it.post(COMPLETIONS, BODY | {"model": "never"})).status == 404
 
 
 def _tokenizer(directory: Path) -> str:

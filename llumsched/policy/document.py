@@ -66,6 +66,13 @@ class Policy:
         return frozenset().union(*(formula.names for formula in formulas))
 
     @property
+    def parts(self) -> frozenset[str]:
+        """Its metrics, filters and selectors, as `raised` names them."""
+        selectors = [f"Selector {stage.selector.name}" for stage in self.stages.values()]
+        metrics = [f"Metric {metric.name}" for metric in self._metrics]
+        return frozenset([*selectors, *metrics, *(f"Filter {one.name}" for one in self._filters)])
+
+    @property
     def heeds_prefixes(self) -> bool:
         """Whether it places by what prefix caches hold, as far as its formulas tell: by the hits, or by the time to the
         first token that is predicted with them."""

@@ -3,13 +3,14 @@
 
 The grammar is a part of Python's: names, numbers, `+ - * /`, comparisons, `and or not`, `a if condition else b`, and
 the functions `min`, `max` and `abs`. A formula is checked and compiled once, and then evaluated for all rows at a time.
-Division by zero gives an infinity, or not a number for 0 / 0.
+Division by zero gives an infinity, or not a number for 0 / 0. A comparison counts as 1 if it holds, else as 0.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -101,6 +102,19 @@ class _Compiler(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self._truths: set[_Evaluate] = set()
+        """Parts that are true or false, with which numpy does not reckon as with numbers."""
+
+    def _truth(self, evaluate: _Evaluate) -> _Evaluate:
+        self._truths.add(evaluate)
+        return evaluate
+
+    def _number(self, node: ast.AST) -> _Evaluate:
+        """A part that is reckoned with: true is 1, false is 0."""
+        evaluate: _Evaluate = self.visit(node)
+        if evaluate in self._truths:
+            return lambda values: np.multiply(evaluate(values), 1.0)
+        return evaluate
 
     def generic_visit(self, node: ast.AST) -> _Evaluate:
         raise ExpressionError(f"uses {type(node).__name__}, which formulas do not have")
@@ -114,35 +128,41 @@ class _Compiler(ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> _Evaluate:
         if isinstance(node.value, bool) or not isinstance(node.value, int | float):
             raise ExpressionError(f"uses {node.value!r}, which is no number")
-        number = float(node.value)
+        try:
+            number = float(node.value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ExpressionError("uses a number that is too large")
         return lambda _: number
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> _Evaluate:
-        operand: _Evaluate = self.visit(node.operand)
         match node.op:
             case ast.Not():
-                return lambda values: np.logical_not(operand(values))
+                denied: _Evaluate = self.visit(node.operand)
+                return self._truth(lambda values: np.logical_not(denied(values)))
             case ast.USub():
+                operand = self._number(node.operand)
                 return lambda values: -operand(values)
             case ast.UAdd():
-                return operand
+                return self._number(node.operand)
         return self.generic_visit(node.op)
 
     def visit_BinOp(self, node: ast.BinOp) -> _Evaluate:
-        return self._applied(node.op, self.visit(node.left), self.visit(node.right))
+        return self._applied(node.op, self._number(node.left), self._number(node.right))
 
     def visit_Compare(self, node: ast.Compare) -> _Evaluate:
         """A chain is the conjunction of its parts."""
-        sides: list[_Evaluate] = [self.visit(side) for side in (node.left, *node.comparators)]
+        sides = [self._number(side) for side in (node.left, *node.comparators)]
         parts = [self._applied(*each) for each in zip(node.ops, sides, sides[1:], strict=False)]
-        return functools.reduce(lambda one, other: self._applied(ast.And(), one, other), parts)
+        return self._truth(functools.reduce(lambda one, other: self._applied(ast.And(), one, other), parts))
 
     def visit_BoolOp(self, node: ast.BoolOp) -> _Evaluate:
         parts: list[_Evaluate] = [self.visit(value) for value in node.values]
-        return functools.reduce(lambda one, other: self._applied(node.op, one, other), parts)
+        return self._truth(functools.reduce(lambda one, other: self._applied(node.op, one, other), parts))
 
     def visit_IfExp(self, node: ast.IfExp) -> _Evaluate:
-        test, body, other = self.visit(node.test), self.visit(node.body), self.visit(node.orelse)
+        test, body, other = self.visit(node.test), self._number(node.body), self._number(node.orelse)
         return lambda values: np.where(test(values), body(values), other(values))
 
     def visit_Call(self, node: ast.Call) -> _Evaluate:
@@ -152,7 +172,7 @@ class _Compiler(ast.NodeVisitor):
         function, least, most = _FUNCTIONS[name]
         if not least <= len(node.args) <= most:
             raise ExpressionError(f"calls {name} with {len(node.args)} arguments")
-        arguments: list[_Evaluate] = [self.visit(argument) for argument in node.args]
+        arguments = [self._number(argument) for argument in node.args]
         if len(arguments) == 1:
             return lambda values: function(arguments[0](values))
         return lambda values: functools.reduce(function, [argument(values) for argument in arguments])

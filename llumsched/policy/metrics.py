@@ -9,7 +9,6 @@ entry point is named like the `Metric` it loads. A policy's file may define more
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import numpy as np
 from llumsched.cluster.columns import Columns, UnknownColumn, Values
 from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.extensions import load_values
+from llumsched.policy import raised
 from llumsched.policy.expression import Expression, numbers
 from llumsched.policy.predictions import PREDICTIONS
 from llumsched.request import REQUEST_COLUMNS
@@ -29,10 +29,6 @@ BUILT_IN_CONSTANTS: Final[Mapping[str, float]] = {"priority_headroom": 0.5}
 """Numbers that every formula may name, and what they are unless something else is said. The headroom is the share of a
 KV cache that is to stay free beside an urgent request (`--priority-headroom`). The paper's instances keep all but 1,600
 tokens of 13,616: with one urgent request in ten that costs the others too much (docs/experiments.md)."""
-
-_log = logging.getLogger(__name__)
-_raised: set[str] = set()
-"""Names of metrics of which it was said that they raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +48,22 @@ class Metric:
     def values(self, columns: Columns) -> Values:
         """Values by row, for comparing: never NaN. Whoever asks goes on without the values of a metric that raises."""
         try:
-            if isinstance(self.of, Expression):
-                raw = self.of.of(functools.partial(_column, columns))
-            else:
-                with np.errstate(all="ignore"):
-                    raw = self.of(columns)
-            values = np.asarray(raw, np.float64)
-            if values.shape != (len(columns),):
-                values = np.broadcast_to(values, len(columns))
+            values = self.computed(columns)
         except Exception as error:  # noqa: BLE001 - whatever a foreign metric raises
-            self._log_once(error)
+            raised.note(f"Metric {self.name}", "ranks all instances last", error)
             return np.full(len(columns), self.worst)
         unknown = np.isnan(values)
         return np.where(unknown, self.worst, values) if unknown.any() else values
+
+    def computed(self, columns: Columns) -> Values:
+        """Values by row, which may be NaN. Raises what the metric raises."""
+        if isinstance(self.of, Expression):
+            raw = self.of.of(functools.partial(_column, columns))
+        else:
+            with np.errstate(all="ignore"):
+                raw = self.of(columns)
+        values = np.asarray(raw, np.float64)
+        return values if values.shape == (len(columns),) else np.broadcast_to(values, len(columns))
 
     def at(self, columns: Columns, row: int, weight: Mapping[str, float] | None = None) -> float:
         """The value of one instance, or what it would be if `weight` were added to its columns."""
@@ -76,11 +75,6 @@ class Metric:
     def with_constants(self, values: Mapping[str, float]) -> Metric:
         """The metric with numbers in the place of names."""
         return replace(self, of=self.of.with_names(numbers(values))) if isinstance(self.of, Expression) else self
-
-    def _log_once(self, error: Exception) -> None:
-        if self.name not in _raised:
-            _raised.add(self.name)
-            _log.error("Metric %s raises, and ranks all instances last when it does", self.name, exc_info=error)
 
     @property
     def of_request(self) -> bool:

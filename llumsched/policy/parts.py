@@ -22,9 +22,13 @@ Maker = Callable[..., Any]
 def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r} is not a number")
-    if not math.isfinite(value):
+    try:
+        as_float = float(value)
+    except OverflowError:
+        raise ValueError("a number is too large") from None
+    if not math.isfinite(as_float):
         raise ValueError(f"{value!r} is not a finite number")
-    return float(value)
+    return as_float
 
 
 def positive_seconds(value: Any) -> float:

@@ -6,17 +6,19 @@ What it did is in the `Decision`; `dispatch.explain` tells people of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from llumlet.protocol.infer_type import InferType
-from llumsched.cluster.columns import Mask
+from llumsched.cluster.columns import Mask, Rows, Values
+from llumsched.policy import raised
 from llumsched.policy.candidates import Candidates
 from llumsched.policy.filters import Filter, GroupFilter
 from llumsched.policy.metrics import Metric
-from llumsched.policy.selectors import Draw, Selector
+from llumsched.policy.selectors import Draw, RandomSelector, Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def screen(filters: Filters, candidates: Candidates, failed: Mask | None = None)
     failed = np.zeros(len(candidates), np.bool_) if failed is None else failed.copy()
     refused: list[tuple[Filter | GroupFilter, Mask]] = []
     for one in filters.singles:
-        mask = one.refuse(candidates)
+        mask = _mask(one, partial(one.refuse, candidates), len(candidates))
         refused.append((one, mask))
         if one.skip_in_fallback:
             soft |= mask
@@ -82,10 +84,29 @@ def screen(filters: Filters, candidates: Candidates, failed: Mask | None = None)
         if one.marks_failed:
             failed |= mask & candidates.reported
     for group in filters.groups:
-        mask = group.refuse_among(candidates, failed)
+        mask = _mask(group, partial(group.refuse_among, candidates, failed), len(candidates))
         refused.append((group, mask))
         hard |= mask
     return Screening(refused, failed, hard, soft)
+
+
+def checked(mask: Mask, number: int) -> Mask:
+    """A filter's answer for so many rows. Raises TypeError if it is none."""
+    if not number:
+        return np.zeros(0, np.bool_)
+    mask = np.asarray(mask)
+    if mask.dtype != np.bool_:
+        raise TypeError(f"its mask is of {mask.dtype}, not of truths")
+    return mask if mask.shape == (number,) else np.broadcast_to(mask, number)
+
+
+def _mask(one: Filter | GroupFilter, refuse: Callable[[], Mask], number: int) -> Mask:
+    """The rows that a filter refuses. One that raises, or whose answer is none, refuses nobody."""
+    try:
+        return checked(refuse(), number)
+    except Exception as error:  # noqa: BLE001 - whatever a foreign filter raises
+        raised.note(f"Filter {one.name}", "refuses nobody", error)
+        return np.zeros(number, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,5 +135,17 @@ def run(stage: Stage, candidates: Candidates, draw: Draw) -> Decision:
             metric.name: candidates.values(metric) if metric.less_is_better else -candidates.values(metric)
             for metric in stage.metrics
         }
-        row = stage.selector.choose(rows, costs, candidates.cluster.order, draw)
+        row = _chosen(stage.selector, rows, costs, candidates, draw)
     return Decision(stage, candidates, screening, row, fallback)
+
+
+def _chosen(selector: Selector, rows: Rows, costs: Mapping[str, Values], candidates: Candidates, draw: Draw) -> int:
+    """The row that a selector chooses; any, if it raises or chooses another."""
+    try:
+        row = selector.choose(rows, costs, candidates.cluster.order, draw)
+        if row in rows:
+            return row
+        raise ValueError(f"it chose row {row}, which was refused")
+    except Exception as error:  # noqa: BLE001 - whatever a foreign selector raises
+        raised.note(f"Selector {selector.name}", "anybody is chosen", error)
+        return RandomSelector().choose(rows, costs, candidates.cluster.order, draw)

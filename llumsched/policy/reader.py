@@ -34,6 +34,7 @@ from llumsched.cluster.providers.metadata import MetadataColumns
 from llumsched.cluster.providers.status import StatusColumns
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.policy import filters as f
+from llumsched.policy import trial
 from llumsched.policy.candidates import OF_DECISION
 from llumsched.policy.expression import Expression, ExpressionError, numbers
 from llumsched.policy.metrics import BUILT_IN_CONSTANTS, Metric, all_metrics
@@ -100,11 +101,12 @@ class Reader:
             self.metrics: dict[str, Metric] = all_metrics({})
             self.filters: dict[str, Maker] = all_filters()
             self.selectors: dict[str, Maker] = all_selectors()
-            of_requests = [name for provider in all_request_providers() for name in provider.columns]
+            self._providers = all_request_providers()
         except ValueError as error:
             raise PolicyError([str(error)]) from error
         self._columns = {*StatusColumns().columns, *MetadataColumns.columns, *InFlight.columns, *StepModels.columns}
-        self._columns |= {*OF_DECISION, *of_requests, *BUILT_IN_CONSTANTS}
+        self._columns |= {name for provider in self._providers for name in provider.columns}
+        self._columns |= {*OF_DECISION, *BUILT_IN_CONSTANTS}
         self.document: Mapping[str, Any] = document if isinstance(document, dict) else {}
         if not isinstance(document, dict):
             self.fault("", f"is not a mapping of {', '.join(sorted(SECTIONS))}")
@@ -236,7 +238,10 @@ class Reader:
         """A metric by name; None if there is a fault. `wrong` is said of one that is there and does not fit."""
         metric = self.metrics.get(name) if isinstance(name, str) else None
         if metric is not None and fits(metric):
-            return replace(metric, of=self._settled(metric.of)) if isinstance(metric.of, Expression) else metric
+            metric = replace(metric, of=self._settled(metric.of)) if isinstance(metric.of, Expression) else metric
+            if (said := trial.fault_of(metric, self._providers)) is not None:
+                self.fault(where, f"metric {name!r} {said}")
+            return metric
         known = ", ".join(sorted(name for name, metric in self.metrics.items() if fits(metric)))
         self.fault(where, f"metric {name!r} {'is unknown' if metric is None else wrong}; known: {known}")
         return None
@@ -277,7 +282,7 @@ class Reader:
             return None
         try:
             made = makers[name](**settings)
-            said = fault_of(made)
+            said = fault_of(made) or trial.fault_of(made, self._providers)
         except (TypeError, ValueError) as error:
             said = str(error).replace("<lambda>()", "it").replace("Reader._define_filter.<locals>.", "")
         except Exception as error:  # noqa: BLE001 - whatever a foreign filter raises

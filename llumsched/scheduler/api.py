@@ -9,7 +9,7 @@ POST /report           200; lite mode, from gateways
 POST /complaints       200; instances to which a gateway sends nothing now, and why
 POST /attainment       200; how many requests of a gateway met their objectives
 GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
-GET  /healthz          200: it runs
+GET  /healthz          200: it runs; `degraded` if a part of the policy raised within a minute
 GET  /ready            200, or 503 and why no instance would take a request now
 GET  /metrics          Prometheus
 GET  /scale            how many instances there should be (`scheduler.scaling`)
@@ -60,6 +60,7 @@ from llumsched.contract import (
 from llumsched.dispatch.complaints import Complaint
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.dispatch.explain import explain
+from llumsched.policy import raised
 from llumsched.scheduler.metrics import SchedulerMetrics
 from llumsched.scheduler.recent import Attainment, RecentShares, Share
 
@@ -211,8 +212,10 @@ class Api:
 
     async def healthz(self, http: web.Request) -> web.Response:
         view = self._dispatcher.view
-        status = "warming" if self._dispatcher.warmth.is_warming else "ok"
-        return _json({"status": status, "instances": len(view), "view_age_s": round(view.age_s, 3)})
+        faults = [part for part in raised.lately() if part in self._dispatcher.policy.parts]
+        status = "warming" if self._dispatcher.warmth.is_warming else "degraded" if faults else "ok"
+        told = {"status": status, "instances": len(view), "view_age_s": round(view.age_s, 3)}
+        return _json(told | ({"raised": faults} if faults else {}))
 
     async def ready(self, http: web.Request) -> web.Response:
         reason = self._dispatcher.refusal()

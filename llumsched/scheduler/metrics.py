@@ -18,6 +18,7 @@ from llumsched.cluster.columns import Columns, Values
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.metadata import type_of
 from llumsched.dispatch.dispatcher import Assignment, Dispatcher, NotPlacedKind
+from llumsched.policy import raised
 from llumsched.policy.document import Mode
 from llumsched.policy.metrics import METRICS
 from llumsched.prefix.metrics import PrefixMetrics
@@ -171,6 +172,14 @@ class _Cluster(Collector):
             "Placed requests of which nothing was heard any more.",
             value=self._dispatcher.ledger.num_expired,
         )
+        faults = CounterMetricFamily(
+            "scheduler_policy_raised",
+            "Decisions in which a part of a policy raised.",
+            labels=["part"],
+        )
+        for part, number in raised.counts.items():
+            faults.add_metric([part], number)
+        yield faults
         if (hits := self._dispatcher.hits) is not None:
             yield from PrefixMetrics(hits).collect()
 

@@ -12,6 +12,7 @@ import pytest
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.columns import IdOrder
 from llumsched.cluster.providers.in_flight import Counters
+from llumsched.policy import raised
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
 from llumsched.policy.filters import FailoverFilter, MetricBasedFilter, StalenessFilter
 from llumsched.policy.pipeline import run
@@ -275,6 +276,64 @@ class NotNamed:
     stage = parse_policy(text, "test", Mode.FULL, Overrides()).stages[InferType.NEUTRAL]
     decision = run(stage, cases.candidates(cases.instance("a"), cases.instance("b")), Draw(random.Random(0)))
     assert decision.row == 1
+
+
+_RAISING = """
+import numpy as np
+
+class F:
+    name, skip_in_fallback, marks_failed = "mine", False, False
+
+    def refuse(self, candidates):
+        {refuse}
+
+    def reason(self, candidates, row):
+        return ""
+"""
+_MINE = "full: {neutral: {filters: [mine], selector: roundRobinSelector}}"
+
+
+@pytest.mark.parametrize(
+    ("refuse", "said"),
+    [
+        ("return candidates['none']", "raises with 0 instances: UnknownColumn"),
+        ("return candidates['priority'][:1] / 0 > [0] if candidates['priority'][0] else 0", "raises with 0 instances"),
+        ("return np.zeros(len(candidates) and 2, bool)", "raises with 1 instances: ValueError"),
+        ("return candidates['priority']", "raises with 1 instances: TypeError: its mask is of float64"),
+    ],
+)
+def test_filter_that_raises_is_refused_when_it_is_loaded(
+    refuse: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    module = f"raising_{request.node.callspec.indices['refuse']}"
+    source = _RAISING.format(refuse=refuse)
+    cases.distribution(tmp_path, f"[llumnix.filters]\nmine = {module}:F\n", source, module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PolicyError, match=f"mine: {said}"):
+        parse_policy(_MINE, "test", Mode.FULL, Overrides())
+
+
+def test_filter_that_raises_in_a_decision_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse = "return np.zeros(len(candidates), bool) if len(candidates) < 4 else candidates['none']"
+    cases.distribution(tmp_path, "[llumnix.filters]\nmine = late:F\n", _RAISING.format(refuse=refuse), "late")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    policy = parse_policy(_MINE, "test", Mode.FULL, Overrides())
+    before = raised.counts["Filter mine"]
+    many = cases.candidates(*(cases.instance(name) for name in "abcd"))
+    for _ in range(3):
+        assert run(policy.stages[InferType.NEUTRAL], many, Draw(random.Random(0))).row == 0
+    assert caplog.text.count("Filter mine raises, and refuses nobody when it does") == 1
+    assert raised.counts["Filter mine"] == before + 3
+    assert policy.parts.intersection(raised.lately()) == {"Filter mine"}
+
+
+def test_constants_that_are_too_large_are_faults() -> None:
+    text = f"define: {{constants: {{a: 1{400 * '0'}, b: .inf}}}}\nfull: {{neutral: {{selector: randomSelector}}}}"
+    with pytest.raises(PolicyError) as error:
+        parse_policy(text, "test", Mode.FULL, Overrides())
+    assert len(error.value.faults) == 2
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ COLUMNS = {"a": np.array([1.0, 2.0, 0.0]), "b": np.array([4.0, 0.0, 0.0])}
         ("0 < a <= 1 and not b == 0", [True, False, False]),
         ("a == 2 or b > 3", [True, True, False]),
         ("a if b > 0 else 9", [1, 9, 9]),
+        ("-(a > b) + 1", [1, 0, 1]),
+        ("(a > 0) + (b > 0) + (not a)", [2, 1, 1]),
+        ("(a > 0) - (b > 0) > 0", [False, True, False]),
+        ("max(a > 1, b > 9) * 3", [0, 3, 0]),
+        ("-(a > b if b > 0 else a == 0)", [0, 0, -1]),
         ("max(a, b, 1.5) + min(a, 1) + abs(0 - b)", [9, 3, 1.5]),
     ],
 )
@@ -36,6 +41,12 @@ def test_all_rows_at_a_time(text: str, values: list[float]) -> None:
     for row, value in enumerate(values):
         alone = float(Expression(text).of(lambda name, row=row: float(COLUMNS[name][row])))
         assert alone == value or math.isnan(alone)
+
+
+@pytest.mark.parametrize("number", ["1" + 400 * "0", "1e999", "a + 1e400", "-9e999"])
+def test_number_that_is_too_large_is_refused(number: str) -> None:
+    with pytest.raises(ExpressionError, match="too large"):
+        Expression(number)
 
 
 def test_names_are_those_of_the_columns_it_reads_and_equality_that_of_the_text() -> None:

@@ -18,6 +18,7 @@ from llumlet.types import StepSample
 from llumsched.contract import MAX_BODY_BYTES
 from llumsched.latency.profile import Profile, for_llumnix
 from llumsched.policy.document import Mode, load_policy
+from llumsched.policy.filters import StalenessFilter
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from tests.llumsched import cases
 from tests.llumsched.latency.test_fitting import TRUE, steps
@@ -395,3 +396,15 @@ async def test_it_is_ready_while_an_instance_would_take_a_request(client: Client
         cases.put(client.running.view, name, 2, schedulable=False)
     assert await client.get("/ready") == (503, "no available endpoint")
     assert (await client.get("/healthz"))[0] == 200
+
+
+async def test_health_tells_of_a_policy_that_raises(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, candidates: object) -> None:
+        raise TypeError("no truth")
+
+    monkeypatch.setattr(StalenessFilter, "refuse", refuse)
+    assert await client.schedule("r") in "abc"
+    said = json.loads((await client.get("/healthz"))[1])
+    assert (said["status"], said["raised"]) == ("degraded", ["Filter stalenessFilter"])
+    assert 'scheduler_policy_raised_total{part="Filter stalenessFilter"}' in (await client.get("/metrics"))[1]
+    assert (await client.get("/ready"))[0] == 200

@@ -251,6 +251,8 @@ async def test_a_form_passes_as_its_bytes_to_an_engine_of_its_model() -> None:
             reply = await it.post(TRANSCRIPTIONS, content, {"Content-Type": payload.headers["Content-Type"]})
             assert (reply.status, reply.json["port"]) == (200, it.ports[1])
             assert (mock.seen or [])[-1]["content"] == content
+        assert (await it.post(TRANSCRIPTIONS, b"no form")).status == 400  # of which model, nobody knows
+        next(iter(it.gateway.backends)).models = {"whisper": {}}
         assert (await it.post(TRANSCRIPTIONS, b"no form")).status == 200  # an engine's to refuse
 
 

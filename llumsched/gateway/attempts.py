@@ -14,22 +14,31 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from typing import Final
 
 from aiohttp import web
+from multidict import CIMultiDict
 
-from llumsched.gateway import errors, sse
+from llumsched.gateway import effects, ends, errors, sse
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import Content, Prompt
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuable import CannotContinue
-from llumsched.gateway.errors import GatewayError, StreamLost
+from llumsched.gateway.ends import End
+from llumsched.gateway.errors import EngineRefused, GatewayError, StreamLost
 from llumsched.gateway.metrics import CLIENT_GONE
 from llumsched.gateway.objectives import NONE
+from llumsched.gateway.paths import Style, Work
 from llumsched.gateway.placement import Placed
-from llumsched.gateway.services import Received, Services
+from llumsched.gateway.services import TOLD, Received, Services
 from llumsched.gateway.tried import Tried
 from llumsched.gateway.upstream import Call, response_headers
 from llumsched.request import Request
+
+MOST_HELD_BYTES: Final = 1 << 20
+"""Most of an answer in one piece that is held until it is whole. A longer one is handed on as it comes."""
+_MOST_TAIL_BYTES: Final = 4096
+_EVENTS: Final = "text/event-stream; charset=utf-8"
 
 
 class ClientGone(Exception):
@@ -54,13 +63,16 @@ class Attempts(ABC):
         self,
         services: Services,
         received: Received,
+        style: Style = Style.OPENAI,
+        work: Work = Work.TOKENS,
         *,
-        is_engines_work: bool = True,
         pardoned: frozenset[int] = frozenset(),
     ) -> None:
-        """`is_engines_work` and `pardoned` are `Tried`'s."""
+        """`pardoned` is `Tried`'s."""
         self._services = services
-        self._is_engines_work = is_engines_work
+        self._style = style
+        self._work = work
+        self._is_engines_work = is_engines_work = work is not Work.TEXT
         self._config = services.config
         self._request = received.request
         self._body = received.body
@@ -79,9 +91,20 @@ class Attempts(ABC):
         """The stream's response, once the client has got its head."""
         self._has_begun = False
         """Whether the client has got an event of a stream: no other instance can begin it anew."""
-        self._streaming: tuple[Connection, Call] | None = None
-        """An engine's event stream that is handed on."""
-        self._kept_alive_s = 0.0
+        self._head: CIMultiDict[str] | None = None
+        """The headers of an engine's stream."""
+        self._call: Call | None = None
+        """The engine's answer, while it comes."""
+        self._told_s = received.started_s
+        """The time at which the client was sent something last; before that, when its request came."""
+        self._is_over = False
+        """Whether the stream's last bytes are being written."""
+        self._is_spliced = False
+        """Whether an answer in one piece is handed on as it comes."""
+        self._lost: StreamLost | None = None
+        """The last loss."""
+        self._effects = effects.of(self._request.path, self._body.head)
+        """What the request may have done at an engine that was sent it; "" if it may be sent again."""
         self._is_delivered = False
         """Whether the client was sent the last event of its stream."""
 
@@ -95,9 +118,14 @@ class Attempts(ABC):
     async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
         """How a stream ends that was lost when the client had its beginning; None if it can go on elsewhere."""
 
-    @abstractmethod
     def _last_words(self, error: GatewayError) -> bytes:
         """The end of a stream that has begun: the client sees an error, and that it is the end."""
+        return errors.last_event(error, self._style)
+
+    @property
+    def _most_held(self) -> int:
+        """Most bytes of an answer in one piece that are held until it is whole."""
+        return MOST_HELD_BYTES
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +151,7 @@ class Attempts(ABC):
 
     def _is_doubtful(self, status: int, backend: Backend) -> bool:
         """Whether another instance is to be asked after this one has refused."""
-        return self._tried.is_doubtful(status, backend)
+        return not self._effects and self._tried.is_doubtful(status, backend)
 
     def _retried(self) -> None:
         self._record.num_retries += 1
@@ -135,10 +163,14 @@ class Attempts(ABC):
     # What does not
 
     async def run(self) -> web.StreamResponse:
+        if self._body.is_streamed and self._work is Work.TOKENS:
+            self._services.streamed.add(self)
         try:
             return await self._run()
         finally:
+            self._tried.end()
             self._services.trials.end(self._case)
+            self._services.streamed.discard(self)
 
     async def _run(self) -> web.StreamResponse:
         while True:
@@ -150,15 +182,12 @@ class Attempts(ABC):
                     await self._services.trials.turn(self._case)
                 placed = await self._place()
             except GatewayError as error:
-                if self._out is not None:
-                    return await self._end_with(error)
-                if self._tried.answer is not None:
-                    return self._tried.answer
-                raise
+                return await self._end_as_said(self._lost, error)
             self._services.running[self] = placed
             if self._case.deaths:
                 self._services.trials.begin(self._case, placed.backend)
             completed = False
+            began_s = time.monotonic()
             try:
                 response = await self._attempt(placed)
                 completed = response.status == 200
@@ -173,7 +202,8 @@ class Attempts(ABC):
                 self._tried.excluded.add(placed.backend)
                 self._record.num_retries += 1
             except StreamLost as lost:
-                await self._tried.lost(lost, placed.backend)
+                self._lost = lost
+                await self._tried.lost(lost, placed.backend, time.monotonic() - began_s)
                 ended = await self._after(lost, placed.backend)
                 if ended is not None:
                     return ended
@@ -183,6 +213,7 @@ class Attempts(ABC):
             except errors.OutOfDescriptors as error:
                 return await self._fail(error)
             finally:
+                self._call = None
                 self._services.running.pop(self, None)
                 self._services.trials.end(self._case)
                 self._release(placed, completed=completed)
@@ -224,74 +255,122 @@ class Attempts(ABC):
             method=self._request.method,
             num_deaths=len(self._case.deaths),
             dp_rank=placed.dp_rank,
+            is_once=bool(self._effects),
         )
+        self._call = call
         async with call as answer:
             if answer.status == 200 and _is_event_stream(answer):
-                self._streaming = answer, call
-                try:
-                    return await self._stream(answer, call, placed)
-                finally:
-                    self._streaming = None
-            body = await answer.read_all()
+                self._head = answer.headers
+                self._services.streamed.add(self)
+                return await self._stream(answer, call, placed)
+            body = await answer.read_all(self._most_held)
+            if not answer.has_ended and answer.status < 500 and self._out is None:
+                return await self._splice(body, answer, call, placed)
         headers = response_headers(answer.headers, self._record.id)
-        response = web.Response(status=answer.status, body=body, headers=headers)
-        if self._out is not None or (answer.status >= 500 and answer.status != 501):
+        return await self._answer(web.Response(status=answer.status, body=body, headers=headers), body, call)
+
+    async def _answer(self, response: web.Response, body: bytes, call: Call) -> web.StreamResponse:
+        """Takes an answer in one piece. Raises StreamLost, _Doubted."""
+        backend, status = call.backend, response.status
+        if status >= 500 and status != 501:
             if self._tried.refused_by is None:
                 self._tried.answer = response
-            raise StreamLost(f"{placed.backend} answered {answer.status}")
-        if answer.status == 200:
-            if self._is_engines_work:
-                call.moved()
-            self._tried.taken_by(placed.backend)
-            self._answered(body, placed.backend)
-        elif 400 <= answer.status < 500 and self._is_doubtful(answer.status, placed.backend):
-            self._tried.answer, self._tried.refused_by = response, placed.backend
+            raise StreamLost(f"{backend} answered {status}", end=ends.of_status(status))
+        if 400 <= status < 500 and self._is_doubtful(status, backend):
+            self._tried.answer, self._tried.refused_by = response, backend
             raise _Doubted
+        if status != 200:
+            return await self._reply(response)
+        if self._out is not None:
+            raise StreamLost(f"{backend} answered in one piece what was to be a stream")
+        if self._is_engines_work:
+            call.moved()
+            end = ends.of_answer(body, self._style) if self._work is Work.TOKENS else None
+            if end is not None:
+                raise StreamLost(f"{backend} {end.what}", end=end)
+        self._tried.taken_by(backend)
+        self._answered(body, backend)
         return response
 
-    async def _write(self, chunk: bytes, answer: Connection, call: Call) -> None:
+    async def _splice(self, first: bytes, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
+        """Hands on an answer as it comes. Another instance could not finish it."""
+        out = web.StreamResponse(status=answer.status, headers=response_headers(answer.headers, self._record.id))
+        if length := answer.headers.get("Content-Length"):
+            out.content_length = int(length)
+        self._tried.taken_by(placed.backend)
+        self._out, self._is_spliced = out, True
+        part, tail = first, b""
+        try:
+            await out.prepare(self._request)
+            while part:
+                call.moved() if self._is_engines_work else call.heard()
+                call.is_writing = True
+                await out.write(part)
+                call.is_writing = False
+                tail = (tail + part)[-_MOST_TAIL_BYTES:]
+                part = await answer.read()
+            call.is_writing = self._is_delivered = True
+            self._answered(tail, placed.backend)
+            await out.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
+        return out
+
+    async def _reply(self, response: web.Response) -> web.StreamResponse:
+        """Gives the client an engine's refusal, as an event if it waits for events."""
+        if self._out is None:
+            return response
+        assert isinstance(response.body, bytes)
+        return await self._end_with(EngineRefused(response.status, response.body))
+
+    async def _write(self, chunk: bytes, call: Call, *, is_event: bool = True) -> None:
+        """Hands on what has come of a stream; comments are no beginning of it."""
         call.is_writing = True
         try:
-            if not self._has_begun:
+            if is_event and not self._has_begun:
                 self._has_begun = True
                 self._record.ttft_s = time.monotonic() - self._started_s
-            out = await self._open(answer) if self._out is None else self._out
+            out = await self._open() if self._out is None else self._out
             if chunk:
                 await out.write(chunk)
+                self._told_s = call.moved_s
         except ConnectionError as error:
             raise ClientGone from error
         finally:
             call.is_writing = False
 
-    async def _open(self, answer: Connection) -> web.StreamResponse:
-        self._out = web.StreamResponse(headers=response_headers(answer.headers, self._record.id))
+    async def _open(self) -> web.StreamResponse:
+        """Begins the stream's response, as the engine has begun it, or before one has."""
+        if self._head is not None:
+            headers = response_headers(self._head, self._record.id)
+        else:
+            headers = CIMultiDict(self._request.get(TOLD, {}))
+            headers.update({"Content-Type": _EVENTS, "X-Request-Id": self._record.id})
+        self._out = web.StreamResponse(headers=headers)
         await self._out.prepare(self._request)
         return self._out
 
     async def keep_alive(self, since_s: float, now_s: float) -> None:
         """Writes a comment to a client whose stream has been silent since then. Chunks are whole events, so that it
         stands between two. It waits for nothing: where something waits to be taken there is no need of it."""
-        if self._streaming is None:
+        call, transport = self._call, self._request.transport
+        if self._told_s > since_s or self._is_over or self._is_spliced or transport is None:
             return
-        answer, call = self._streaming
-        transport = self._request.transport
-        if call.is_writing or max(call.moved_s, self._kept_alive_s) > since_s or transport is None:
-            return
-        if not transport.get_write_buffer_size():
-            self._kept_alive_s = now_s
+        if (call is None or not call.is_writing) and not transport.get_write_buffer_size():
+            self._told_s = now_s
             with suppress(ConnectionError):
-                out = await self._open(answer) if self._out is None else self._out
+                out = await self._open() if self._out is None else self._out
                 await out.write(sse.KEEP_ALIVE)
 
     async def _end(self, last: bytes = b"") -> web.StreamResponse:
-        assert self._out is not None
-        self._streaming = None
+        self._is_over = True
+        out = self._out or await self._open()
         self._count_output()
         with suppress(ConnectionError):
             if last:
-                await self._out.write(last)
-            await self._out.write_eof()
-        return self._out
+                await out.write(last)
+            await out.write_eof()
+        return out
 
     def _client_left(self) -> bool:
         """Whether the client that left had everything: some do not wait for the end of the connection's answer."""
@@ -306,6 +385,13 @@ class Attempts(ABC):
     async def _after(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
         """The answer with which the exchange ends after all; None: try another instance."""
         self._count_output()
+        if self._is_spliced:
+            return self._cut()
+        if reporters := self._tried.reporters:
+            what = "aborted this request" if lost.end is End.ABORT else "failed with this request"
+            return await self._end_as_said(
+                lost, errors.UpstreamFailed(f"{reporters[0]} and {reporters[1]} {what}: it ends here.")
+            )
         if self._has_begun:
             ended = await self._interrupted(lost, backend)
             if ended is not None:
@@ -313,18 +399,33 @@ class Attempts(ABC):
         if self._case.is_guilty:
             names = " and ".join(map(str, self._case.deaths))
             return await self._fail(errors.UpstreamFailed(f"{names} died while they had this request: it ends here."))
+        kind = errors.UpstreamTimedOut if lost.timed_out else errors.UpstreamFailed
+        if self._effects and lost.was_sent:
+            again = f"The request was lost ({lost}) and is not sent again: {self._effects}."
+            return await self._end_as_said(lost, kind(again))
         pause_s = self._tried.pause_before_next(lost, has_begun=self._out is not None)
         if pause_s is None:
-            return await self._give_up(lost)
+            return await self._end_as_said(lost, kind(f"No instance answered; the last: {lost}."))
         self._pause_s = pause_s
         self._retried()
         return None
 
-    async def _give_up(self, lost: StreamLost) -> web.StreamResponse:
-        kind = errors.UpstreamTimedOut if lost.timed_out else errors.UpstreamFailed
-        if self._out is None and self._tried.answer is not None:
-            return self._tried.answer
-        return await self._fail(kind(f"No instance answered; the last: {lost}."))
+    def _cut(self) -> web.StreamResponse:
+        """Has the client see that its answer is not whole."""
+        assert self._out is not None
+        self._record.status = errors.UpstreamFailed.status
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self._out
+
+    async def _end_as_said(self, lost: StreamLost | None, otherwise: GatewayError) -> web.StreamResponse:
+        """Ends with what an engine said, if it said anything. Raises GatewayError if the client has nothing yet."""
+        if lost is not None and lost.words:
+            self._record.status = errors.UpstreamFailed.status
+            return await self._end(lost.words)
+        if not self._has_begun and self._tried.answer is not None:
+            return await self._reply(self._tried.answer)
+        return await self._fail(otherwise)
 
     async def _fail(self, error: GatewayError) -> web.StreamResponse:
         if self._out is None:

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -29,6 +29,8 @@ _ASKED_AT_ONCE = 64
 """Limit of the requests for models at a time: a thousand connections in one burst hold up all streams."""
 _FORGOTTEN_S = 300.0
 """Time after which an instance that only the scheduler named, and that has not answered since, is forgotten."""
+_DOUBTED_S = 1.0
+"""Least time between two questions to an instance whether a failure was its own fault."""
 _COUNTERS = re.compile(rb"^vllm:(?:prompt_tokens_total|generation_tokens_total|kv_cache_usage_perc)\b.*", re.MULTILINE)
 _UNCOUNTED_PATIENCE = 3
 """Times as long as others an engine may be silent whose work nothing counts."""
@@ -50,6 +52,8 @@ class Backend:
         """Whether no token comes though its API server is well; ends with the next token."""
         self.answered_s = self.last_token_s
         """The time at which it told its models last."""
+        self.doubted_s = -float("inf")
+        """The time at which it was asked last whether a failure was its own fault."""
         self._urls: dict[str, URL] = {}
 
     def url(self, path: str) -> URL:
@@ -106,6 +110,9 @@ class Backends:
         self._configured = frozenset(self._all)
         self._asked: asyncio.Task[None] | None = None
         self._dying: dict[Backend, asyncio.Task[bool]] = {}
+        self._doubted: dict[Backend, asyncio.Task[None]] = {}
+        self._accused: Counter[Backend] = Counter()
+        """Requests of which it is not known yet if an instance was to blame for their failure."""
         self.refreshed_s = -float("inf")
 
     def at(self, address: Address) -> Backend:
@@ -188,7 +195,9 @@ class Backends:
         await self._ask_all([backend for backend in self if backend.is_down])
 
     async def close(self) -> None:
-        await cancel(*self._dying.values(), *([self._asked] if self._asked is not None else []))
+        await cancel(
+            *self._dying.values(), *self._doubted.values(), *([self._asked] if self._asked is not None else [])
+        )
 
     async def _refresh(self) -> None:
         await self._ask_all(list(self))
@@ -263,6 +272,42 @@ class Backends:
         has_no_completions = status == 404 and bool(backend.models)
         takes = status in (200, 401, 403) or has_no_completions if refuses else status < 500
         self.outliers.asked(backend, takes=takes)
+
+    def accuse(self, backend: Backend) -> None:
+        """Notes that an instance which lives failed with a request. Another one may prove that it was its fault; if it
+        has failed with several, that is not waited for."""
+        self._accused[backend] += 1
+        if self._accused[backend] > 1:
+            self.doubt(backend)
+
+    def settled(self, backend: Backend, *, is_proven: bool) -> None:
+        """Notes that more will not be known of one of these requests."""
+        self._accused[backend] -= 1
+        if not is_proven:
+            self.doubt(backend)
+
+    def doubt(self, backend: Backend) -> None:
+        """Has an instance that may be at fault compute a token: one that cannot is out, and no failure that may be the
+        request's own puts an instance out otherwise."""
+        now_s = time.monotonic()
+        if backend in self._doubted or self.avoids(backend) or now_s - backend.doubted_s < _DOUBTED_S:
+            return
+        backend.doubted_s = now_s
+        task = self._doubted[backend] = asyncio.create_task(self._try_doubted(backend))
+        task.add_done_callback(lambda _: self._doubted.pop(backend, None))
+
+    async def _try_doubted(self, backend: Backend) -> None:
+        try:
+            status = await self._status_of_one_token(backend, _ASK_TIMEOUT_S)
+            why = f"it answered {status} to a request for one token"
+        except TimeoutError:
+            return  # its queue may be long
+        except (aiohttp.ClientError, OSError) as error:
+            if descriptors.none_left(error):
+                return
+            status, why = 500, "it broke off the answer to a request for one token"
+        if status >= 500:
+            self.outliers.broken(backend, why)
 
     async def stands_still(self, backend: Backend, limit_s: float) -> bool:
         """Whether an engine core does nothing at all for `limit_s`; thrice that if it does not count what it does.

@@ -37,6 +37,10 @@ class Head(msgspec.Struct):
     ec_transfer_params: Any = None
     vllm_xargs: Any = None
     sampling_params: Any = None
+    mcp_servers: Any = None
+    background: Any = None
+    store: Any = None
+    conversation: Any = None
     priority: Priority | None = None
     transfers: Any = None
     """The field by which an engine would move caches for the client; empty: none. Written when a body has been read."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 import time
 from typing import cast
 
@@ -24,6 +25,14 @@ _MOST_HEAD_BYTES = 64 << 10
 _MOST_LINE_BYTES = 4096
 _PAUSE_ABOVE_BYTES = 1 << 20
 """Bytes read and not taken at which reading pauses: a client that reads slowly slows its engine's socket, not us."""
+
+
+def _text(head: bytes) -> str:
+    """A head is UTF-8, or else ISO 8859-1, in which every byte is a character."""
+    try:
+        return head.decode()
+    except UnicodeDecodeError:
+        return head.decode("latin-1")
 
 
 class ConnectionState(enum.Enum):
@@ -86,11 +95,18 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    async def read_all(self) -> bytes:
-        parts = []
-        while data := await self.read():
+    async def read_all(self, most: float = math.inf) -> bytes:
+        """All of the body; what has come of it, as soon as that is more than `most` bytes. Raises StreamLost."""
+        parts, num_bytes = [], 0
+        while num_bytes <= most and (data := await self.read()):
             parts.append(data)
+            num_bytes += len(data)
         return b"".join(parts)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of the body was read."""
+        return self.state is ConnectionState.DONE and not self._parts
 
     @property
     def is_delimited(self) -> bool:
@@ -158,7 +174,7 @@ class Connection(asyncio.Protocol):
             self._raw = data
             return b""
         self._raw = b""
-        first, *lines = data[:end].decode("utf-8", "surrogateescape").split("\r\n")
+        first, *lines = _text(data[:end]).split("\r\n")
         version, _, status = first.partition(" ")
         rest = data[end + 4 :]
         if not version.startswith("HTTP/1."):

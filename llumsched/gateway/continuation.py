@@ -26,7 +26,8 @@ import msgspec
 
 from llumsched.gateway.body import Body, Content
 from llumsched.gateway.continuable import CannotContinue, Outline
-from llumsched.gateway.sse import DONE, EventStream, Usage, event, last_numbers, num_numbers, payload
+from llumsched.gateway.events import payload
+from llumsched.gateway.sse import DONE, EventStream, Usage, event, last_numbers, num_numbers
 
 COMPLETIONS = "/v1/completions"
 DETOKENIZE = "/detokenize"

@@ -20,8 +20,9 @@ from llumsched.gateway.body import Prompt
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuable import CannotContinue, Outline
 from llumsched.gateway.continuation import Transcript
-from llumsched.gateway.errors import GatewayError, StreamLost
-from llumsched.gateway.paths import Style
+from llumsched.gateway.ends import End
+from llumsched.gateway.errors import StreamLost
+from llumsched.gateway.events import has_event
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
@@ -36,8 +37,6 @@ class Continuing(Attempts):
         head = self._body.head
         self._first_target = self._target
         self._events: sse.EventStream | None = None
-        self._failure = b""
-        """The engine's own words, with which the last part ended."""
         self._wants_ids = self._is_continuable
         self._transcript = Transcript(
             "chat" in self._request.path, keeps_ids=head.return_token_ids not in (None, False)
@@ -112,6 +111,15 @@ class Continuing(Attempts):
         read = answer.read
         last_s = 0.0
         while data := await read():
+            chunk = events.feed(data)
+            data = b""  # the first part holds the prompt's ids, and the next may come late
+            if events.end is not None:
+                return await self._ended(events, chunk, call)
+            if not events.has_event or (chunk.startswith(b":") and not has_event(chunk)):
+                call.heard()
+                if chunk:
+                    await self._write(chunk, call, is_event=False)
+                continue
             call.moved()
             if last_s:
                 gap_s = call.moved_s - last_s
@@ -124,32 +132,33 @@ class Continuing(Attempts):
             last_s = call.moved_s
             if self._case.at is not None:
                 self._services.trials.got_part(self._case)
-            chunk = events.feed(data)
-            data = b""  # the first part holds the prompt's ids, and the next may come late
             if self._change is not None:
                 chunk = sse.rewrite(chunk, self._change)
             if chunk:
-                await self._write(chunk, answer, call)
+                await self._write(chunk, call)
             self._is_delivered = events.is_done
-            if events.failure:
-                if sse.is_clients_fault(events.failure):
-                    return await self._pass_failure(events.failure, answer, call)
-                raise StreamLost(f"{call.backend} reported an error")
         if not events.is_done:
             raise StreamLost(f"{call.backend} ended the stream early")
         call.is_writing = True
         return await self._end()
 
-    async def _pass_failure(self, failure: bytes, answer: Connection, call: Call) -> web.StreamResponse:
+    async def _ended(self, events: sse.EventStream, chunk: bytes, call: Call) -> web.StreamResponse:
+        """Takes an engine's own end, behind `chunk`. Raises StreamLost, unless the request is at fault."""
+        assert events.end is not None
+        words = events.failure if events.failure.endswith(sse.DONE) else events.failure + sse.DONE
+        if events.end is not End.REFUSED and not self._has_begun and not await self._may_continue():
+            self._events = None  # the client has nothing of it, and nothing is lost
+        elif chunk:
+            await self._write(sse.rewrite(chunk, self._change) if self._change is not None else chunk, call)
+        if events.end is not End.REFUSED:
+            words = b"" if events.end is End.ABORT else words
+            raise StreamLost(f"{call.backend} {events.end.what}", end=events.end, words=words)
         self._record.status = errors.InvalidRequest.status
-        await self._write(failure if failure.endswith(sse.DONE) else failure + sse.DONE, answer, call)
         call.is_writing = True
-        return await self._end()
+        return await self._end(words)
 
     def _count_output(self) -> None:
-        self._failure = b""
         if self._events is not None:
-            self._failure = self._events.failure
             self._transcript.take(self._events)
             self._events = None
         transcript = self._transcript
@@ -165,11 +174,13 @@ class Continuing(Attempts):
             await self._plan()
         except CannotContinue as reason:
             self._count_continuation("refused")
-            if failed := self._failure:
-                self._record.status = 502
-                return await self._end(failed if failed.endswith(sse.DONE) else failed + sse.DONE)
-            return await self._end_with(not_continued(f"The stream was lost ({lost})", reason))
+            return await self._end_as_said(lost, not_continued(f"The stream was lost ({lost})", reason))
         return None
+
+    async def _may_continue(self) -> bool:
+        with suppress(CannotContinue):
+            return self._wants_ids and not (await self._outlined()).refusal
+        return False
 
     async def _outlined(self) -> Outline:
         """The outline of the request, made once. Raises CannotContinue."""
@@ -183,9 +194,6 @@ class Continuing(Attempts):
             raise CannotContinue(outline.refusal or "the client did not want that")
         planned = continuation.plan(self._body, outline, self._first_target, self._transcript, self._max_model_len)
         self._target, self._content, self._change = planned.path, planned.content, planned.change
-
-    def _last_words(self, error: GatewayError) -> bytes:
-        return errors.last_event(error, Style.OPENAI)
 
     def _retried(self) -> None:
         if not self._has_begun:

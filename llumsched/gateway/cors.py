@@ -24,6 +24,7 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.errors import GatewayError, NoInstance, Overloaded, UpstreamFailed
 from llumsched.gateway.exchange import failure
 from llumsched.gateway.paths import Kind
+from llumsched.gateway.services import TOLD
 
 _ALLOWED: Final = "Access-Control-Allow-Origin"
 _METHOD: Final = "Access-Control-Request-Method"
@@ -65,6 +66,7 @@ class Cors:
             return await self._answer(request)
         if request.method == "OPTIONS" and _METHOD in request.headers and _is_passed(request.path):
             return await self._preflight(request, origin)
+        request[TOLD] = self._told.get(origin, {})
         response = await self._answer(request)
         if _ALLOWED in response.headers:
             self._remember(origin, response.headers)

@@ -19,6 +19,7 @@ GatewayError                       status and kind of the answer
   OutOfDescriptors          503    with Retry-After; the gateway's own fault, not an instance's
   UpstreamFailed            502    no instance answered
   UpstreamTimedOut          504
+  EngineRefused             the engine's own, as an event
 StreamLost                         an engine's answer broke off; the exchange continues elsewhere, or says so
 """
 
@@ -30,6 +31,7 @@ from types import MappingProxyType
 import msgspec
 
 from llumsched.causes import Cause
+from llumsched.gateway.ends import End
 from llumsched.gateway.paths import Style
 
 
@@ -131,15 +133,40 @@ class UpstreamTimedOut(GatewayError):
 
 class StreamLost(Exception):
     """An engine's answer broke off before its end. `cause`: what that says of the instance. `was_sent`: whether it may
-    have had the request."""
+    have had the request. `end`: the end that the engine itself reported, None if it did not. `words`: what it said, of
+    a stream."""
 
     def __init__(
-        self, message: str, *, timed_out: bool = False, cause: Cause = Cause.ERRORS, was_sent: bool = True
+        self,
+        message: str,
+        *,
+        timed_out: bool = False,
+        cause: Cause = Cause.ERRORS,
+        was_sent: bool = True,
+        end: End | None = None,
+        words: bytes = b"",
     ) -> None:
         super().__init__(message)
         self.timed_out = timed_out
         self.cause = cause
         self.was_sent = was_sent
+        self.end = end
+        self.words = words
+
+
+class EngineRefused(GatewayError):
+    """An engine's refusal, for a client that waits for events. `answer`: the refusal's body."""
+
+    def __init__(self, status: int, answer: bytes) -> None:
+        try:
+            document = msgspec.json.decode(answer)
+        except msgspec.DecodeError:
+            document = None
+        error = document.get("error", document) if isinstance(document, dict) else {}
+        message = error.get("message") if isinstance(error, dict) else error
+        super().__init__(str(message or f"The engine answered {status}."))
+        self.status = status
+        self.kind = str(error.get("type") or self.kind) if isinstance(error, dict) else self.kind
 
 
 def body(error: GatewayError, style: Style = Style.OPENAI, request_id: str = "") -> bytes:

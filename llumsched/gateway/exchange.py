@@ -107,7 +107,7 @@ class Exchanges:
         while True:
             await asyncio.sleep(min(1.0, limit_s / 8))
             now_s = time.monotonic()
-            for number, attempts in enumerate(list(self._services.running)):
+            for number, attempts in enumerate(list(self._services.streamed)):
                 await attempts.keep_alive(now_s - limit_s, now_s)
                 if number % _KEPT_ALIVE_AT_ONCE == 0:
                     await asyncio.sleep(0)

@@ -162,6 +162,10 @@ class Outliers(Generic[Key]):
         """Notes that another instance refused the same request."""
         self._of(key).num_refused = 0
 
+    def broken(self, key: Key, why: str) -> None:
+        """Notes that an instance failed with the gateway's own request, which is nobody else's fault."""
+        self._eject(key, self._of(key), Cause.ERRORS, why)
+
     def slow(self, key: Key, why: str) -> None:
         self._eject(key, self._of(key), Cause.SLOWNESS, why)
 

@@ -15,22 +15,20 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from llumsched.causes import Cause
-from llumsched.gateway import errors, sse
+from llumsched.gateway import ends, errors, events, sse
 from llumsched.gateway.attempts import Attempts
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection
+from llumsched.gateway.ends import End, Ended
 from llumsched.gateway.errors import GatewayError, NoInstance, StreamLost
-from llumsched.gateway.paths import Kind, Path, Work
+from llumsched.gateway.paths import Kind, Path
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
 from llumsched.request import Request
 
-_FAILURE: Final = re.compile(rb'^(?:data:\s*\{\s*"error":|event:\s*error\b)', re.MULTILINE)
-"""An engine's own error, in any of the forms."""
 _LAST: Final = re.compile(
-    rb"^(?:data:\s*\[DONE\]|event:\s*(?:error|message_stop|response\.(?:completed|failed|incomplete))\b)", re.MULTILINE
+    rb"(?:^|[\r\n])(?:data:\s*\[DONE\]|event:\s*(?:error|message_stop|response\.(?:completed|failed|incomplete))\b)"
 )
 """An event after which a stream may end, in any of the forms."""
 _SEQUENCE_NUMBER: Final = re.compile(rb'"sequence_number":\s*([0-9]+)')
@@ -51,11 +49,13 @@ class _Event(msgspec.Struct):
 class Passing(Attempts):
     def __init__(self, services: Services, received: Received, path: Path, owner: Backend | None) -> None:
         """`owner`: the instance that has what the request is about."""
-        super().__init__(services, received, is_engines_work=path.work is not Work.TEXT, pardoned=_PARDONED)
+        super().__init__(services, received, path.style, path.work, pardoned=_PARDONED)
         self._path = path
         self._owner = owner
         self._last = b""
         """The last events of a stream that the client got."""
+        self._end_by_engine: End | None = None
+        """An engine's own error, which ended the stream."""
         self._usage = sse.Usage()
         self._is_released = False
 
@@ -81,44 +81,57 @@ class Passing(Attempts):
             with suppress(msgspec.DecodeError):
                 self._services.stored.remember(msgspec.json.decode(body, type=_Answer).id, backend)
 
+    @property
+    def _most_held(self) -> int:
+        return 0 if self._path.is_played else super()._most_held
+
     async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
         self._record.is_streamed = True
         rest = b""
         while data := await answer.read():
             rest += data
-            end = sse.end_of_events(rest)
+            end = events.end_of_events(rest)
             chunk, rest = rest[:end], rest[end:]
+            if chunk and not events.has_event(chunk):
+                call.heard()
+                await self._write(chunk, call, is_event=False)
+                continue
+            if not chunk and not self._last:
+                continue
+            if ended := ends.in_events(chunk, self._style):
+                await self._ended(ended, chunk, call)
             if not self._last:
-                if not chunk:
-                    continue
-                if _FAILURE.search(chunk) and not sse.is_clients_fault(chunk):
-                    raise StreamLost(f"{placed.backend} reported an error")
                 self._begun(chunk, call, placed)
             self._moved(call)
             if chunk:
                 self._last = chunk
                 if b"_tokens" in chunk:
                     self._usage = sse.usage_of(chunk)
-                await self._write(chunk, answer, call)
+                await self._write(chunk, call)
         if not answer.is_delimited and not _LAST.search(self._last):
             raise StreamLost(f"{placed.backend} ended the stream early")
         if not self._last:
-            await self._write(rest, answer, call)
+            await self._write(rest, call)
             rest = b""
-        if _FAILURE.search(self._last):
-            self._failed(placed.backend)
+        if self._end_by_engine is End.REFUSED:
+            self._record.status = errors.InvalidRequest.status
+        elif self._end_by_engine is not None:
+            self._record.status = errors.UpstreamFailed.status
+            if self._is_engines_work:
+                self._services.backends.doubt(placed.backend)
         self._is_delivered = True
         call.is_writing = True
         return await self._end(rest)
 
-    def _failed(self, backend: Backend) -> None:
-        """Notes an engine's own error, which ended the stream."""
-        if sse.is_clients_fault(self._last):
-            self._record.status = errors.InvalidRequest.status
+    async def _ended(self, ended: Ended, chunk: bytes, call: Call) -> None:
+        """Takes an engine's own end. Raises StreamLost for an abort, and for what the client need not see."""
+        if ended.end is End.REFUSED or (self._last and ended.end is not End.ABORT):
+            self._end_by_engine = ended.end
             return
-        self._record.status = errors.UpstreamFailed.status
-        if self._is_engines_work:
-            self._services.backends.outliers.failed(backend, Cause.ERRORS, "it reported an error in a stream")
+        if self._last and ended.at:
+            await self._write(chunk[: ended.at], call)
+        words = b"" if ended.end is End.ABORT else chunk
+        raise StreamLost(f"{call.backend} {ended.end.what}", end=ended.end, words=words)
 
     def _begun(self, first: bytes, call: Call, placed: Placed) -> None:
         self._tried.taken_by(placed.backend)
@@ -129,8 +142,8 @@ class Passing(Attempts):
             self._is_released = True
         call.is_stream = self._is_engines_work and not self._path.may_rest
         if self._path.keeps_answers:
-            with suppress(msgspec.DecodeError, msgspec.ValidationError):
-                event = msgspec.convert(sse.payload(first), _Event)
+            with suppress(msgspec.ValidationError, StopIteration):
+                event = msgspec.convert(events.payload(next(filter(events.has_event, events.split(first)))), _Event)
                 if event.response is not None:
                     self._services.stored.remember(event.response.id, placed.backend)
 
@@ -160,7 +173,7 @@ class Passing(Attempts):
 
     def _last_words(self, error: GatewayError) -> bytes:
         numbers = _SEQUENCE_NUMBER.findall(self._last)
-        return errors.last_event(error, self._path.style, int(numbers[-1]) + 1 if numbers else 0)
+        return errors.last_event(error, self._style, int(numbers[-1]) + 1 if numbers else 0)
 
     def _failed_for_good(self) -> None:
         self._services.metrics.of_model(self._record.model).lost("refused")

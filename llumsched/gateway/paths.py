@@ -64,6 +64,8 @@ class Path:
     """Whether a client may ask for the answer again, by its id."""
     may_rest: bool = False
     """Whether a stream may be silent while the API server calls a tool."""
+    is_played: bool = False
+    """Whether clients use an answer in one piece while it comes."""
     why: str = ""
     """The reason why it is refused, or cannot be passed."""
 
@@ -103,7 +105,7 @@ PATHS: Final[Mapping[str, Path]] = {
     "/invocations": _TOKENS,
     "/v1/audio/transcriptions": _AUDIO,
     "/v1/audio/translations": _AUDIO,
-    "/v1/audio/speech": _TOKENS,
+    "/v1/audio/speech": Path(Kind.PLACED, is_played=True),
     # One step of the engine, or a few
     "/v1/systemone": _BATCH,
     "/generative_scoring": _BATCH,

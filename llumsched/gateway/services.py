@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from aiohttp import web
 
@@ -24,6 +24,9 @@ from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Upstream
 
 _log = logging.getLogger(__name__)
+
+TOLD: Final = web.RequestKey("told", dict[str, str])
+"""Key of a request for the headers that engines last told its origin, should it be answered before one of them is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,10 @@ class Running(Protocol):
         """Tokens of prompt and answer so far."""
         ...
 
+
+class Streamed(Protocol):
+    """A request whose client waits for events."""
+
     async def keep_alive(self, since_s: float, now_s: float) -> None:
         """Send its client a comment if it has got nothing since then."""
         ...
@@ -76,6 +83,7 @@ class Services:
     _is_told: bool = False
     """Whether it has been logged that a tokenizer is missing."""
     running: dict[Running, Placed] = field(default_factory=dict)
+    streamed: set[Streamed] = field(default_factory=set)
 
     def unnamed(self, form: Form, model: str) -> None:
         """Notes a prompt whose blocks have no names here, although the scheduler asks for them."""

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-_IDS = re.compile(rb'"(prompt_)?token_ids":\s*\[([0-9,\s]*)\]')
+from llumsched.gateway import ends
+from llumsched.gateway.events import end_of_events, has_event, payload, split
+from llumsched.gateway.paths import Style
+
+_IDS = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[([0-9,\s]*)\]')
 _NULL_IDS = {b"": b'"token_ids":null', b"prompt_": b'"prompt_token_ids":null'}
-_MARKS = re.compile(rb'"(finish_reason|reasoning|reasoning_content)":\s*"|"(tool_calls)":\s*\[\s*[^]\s]')
-_TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)":\s*"(?!")')
-_FAILED = re.compile(rb'^data:\s*\{\s*"error":', re.MULTILINE)
-_NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
-_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_MARKS = re.compile(rb'"(finish_reason|reasoning|reasoning_content)"\s*:\s*"|"(tool_calls)"\s*:\s*\[\s*[^]\s]')
+_TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)"\s*:\s*"(?!")')
+_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _NUMBERS = msgspec.json.Decoder(list[int])
 
 DONE = b"data: [DONE]\n\n"
@@ -67,8 +69,12 @@ class EventStream:
     """Whether the stream's end mark has come."""
     is_parsed: bool = False
     """Whether the engine makes more of the text than content: reasoning or tool calls."""
+    has_event: bool = False
+    """Whether an event has come: comments are none."""
+    end: ends.End | None = None
+    """How the engine itself ended the stream."""
     failure: bytes = b""
-    """The engine's own error, and what came after it; not among what `feed` returned."""
+    """The event that says so, and what came after it; not among what `feed` returned."""
     _rest: bytes = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -82,14 +88,16 @@ class EventStream:
                 return data
         else:
             self._rest = b""
-        if b'{"error"' in data and (failed := _FAILED.search(data)):
-            self.failure, data = data[failed.start() :], data[: failed.start()]
-        if not self.first:
-            self.first = _IDS.sub(_without_ids, data[: _end_of_first(data)])
+        mark = _MARKS.search(data)
+        if (mark or b"error" in data) and (ended := ends.in_events(data, Style.OPENAI)):
+            self.end, self.failure, data = ended.end, data[ended.at :], data[: ended.at]
+            mark = _MARKS.search(data)
+        if not self.has_event:
+            self._take_first(data)
         if not self.token_ids:
             self.num_texts += len(_TEXT.findall(data))
         self.has_text = self.has_text or _TEXT.search(data) is not None
-        if mark := _MARKS.search(data):
+        if mark:
             self._take_marks(data, mark)
         if self.is_finished:
             self.is_done = data.rstrip().endswith(b"[DONE]")
@@ -98,6 +106,12 @@ class EventStream:
         if self.wants_ids:
             return _IDS.sub(self._take_ids, data)
         return data
+
+    def _take_first(self, data: bytes) -> None:
+        for part in split(data):
+            if has_event(part):
+                self.has_event, self.first = True, _IDS.sub(_without_ids, part)
+                return
 
     def _take_marks(self, data: bytes, mark: re.Match[bytes] | None) -> None:
         while mark:
@@ -134,39 +148,6 @@ def num_numbers(ids: bytes) -> int:
     return ids.count(b",") + 1 if ids.strip() else 0
 
 
-def end_of_events(data: bytes) -> int:
-    """Length of the whole events at the beginning of `data`."""
-    if data.endswith(b"\n\n"):
-        return len(data)
-    end = data.rfind(b"\n\n") + 2
-    crlf = data.rfind(b"\r\n\r\n") + 4
-    return max(end if end > 1 else 0, crlf if crlf > 3 else 0)
-
-
-def _end_of_first(data: bytes) -> int:
-    ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := data.find(mark)) >= 0]
-    return min(ends, default=0)
-
-
-def payload(event: bytes) -> Any:
-    """The JSON of one event, None for any other (a comment, the end mark)."""
-    for line in event.splitlines():
-        if line.startswith(b"data:"):
-            try:
-                return _DECODER.decode(line[5:].strip())
-            except msgspec.DecodeError:
-                return None
-    return None
-
-
-def is_clients_fault(failure: bytes) -> bool:
-    """Whether an error in a stream would come from every other engine as well."""
-    document = payload(failure[: failure.find(b"\n\n") + 2])
-    error = document.get("error") if isinstance(document, dict) else None
-    code = error.get("code") if isinstance(error, dict) else None
-    return isinstance(code, int) and 400 <= code < 500
-
-
 def event(document: object) -> bytes:
     return b"data: " + msgspec.json.encode(document) + b"\n\n"
 
@@ -174,7 +155,7 @@ def event(document: object) -> bytes:
 def rewrite(data: bytes, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> bytes:
     """Whole events, each with its JSON object changed; None drops it. What is no JSON object stays as it is."""
     changed = []
-    for part in re.split(rb"(?<=\n\n)|(?<=\r\n\r\n)", data):
+    for part in split(data):
         document = payload(part)
         if not isinstance(document, dict):
             changed.append(part)
@@ -183,8 +164,8 @@ def rewrite(data: bytes, change: Callable[[dict[str, Any]], dict[str, Any] | Non
     return b"".join(changed)
 
 
-_USAGE = re.compile(rb'"(?:(prompt|input)|completion|output)_tokens":\s*([0-9]+)')
-_CACHED = re.compile(rb'"(?:cached_tokens|(cache_read_input_tokens))":\s*([0-9]+)')
+_USAGE = re.compile(rb'"(?:(prompt|input)|completion|output)_tokens"\s*:\s*([0-9]+)')
+_CACHED = re.compile(rb'"(?:cached_tokens|(cache_read_input_tokens))"\s*:\s*([0-9]+)')
 
 
 def usage_of(body: bytes) -> Usage:

@@ -9,13 +9,16 @@ from aiohttp import web
 
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
+from llumsched.gateway.ends import End
 from llumsched.gateway.errors import StreamLost
 from llumsched.gateway.retries import backoff_s
 from llumsched.gateway.services import Services
-from llumsched.gateway.suspects import Case
+from llumsched.gateway.suspects import TRIAL_S, Case
 
 _OF_THE_INSTANCE: Final = frozenset((401, 403, 404, 429))
 """Refusals that say more of an instance (its key, its adapters, its queue) than of the request."""
+_OF_THE_REQUEST: Final = frozenset((End.ERROR, End.ABORT))
+"""Ends that are the request's own fault if two instances report them."""
 _MOST_PLACED: Final = 16
 """Instances tried for one request, also those that cannot be reached."""
 _KEPT_FOR_LOSSES: Final = 0.5
@@ -38,6 +41,12 @@ class Tried:
         """An engine's own words, should there be no other."""
         self.refused_by: Backend | None = None
         """The instance on whose refusal a second opinion is asked for."""
+        self._accused: list[tuple[Backend, StreamLost]] = []
+        """Living instances that failed with the request. It is their fault if another one takes it."""
+        self._reports: list[tuple[End, Backend]] = []
+        """Ends that living instances reported and that may be the request's fault."""
+        self.reporters: tuple[Backend, ...] = ()
+        """The two instances that ended the request in the same way, which then is its own fault."""
 
     @property
     def _num_attempts(self) -> int:
@@ -50,6 +59,10 @@ class Tried:
             return
         outliers = self._services.backends.outliers
         outliers.succeeded(backend)
+        for accused, lost in self._accused:
+            outliers.failed(accused, lost.cause, str(lost))
+            self._services.backends.settled(accused, is_proven=True)
+        self._accused.clear()
         if self.refused_by is not None:
             assert self.answer is not None
             status = self.answer.status
@@ -73,15 +86,44 @@ class Tried:
             and self._services.budget.take(kept=_KEPT_FOR_LOSSES) is not None
         )
 
-    async def lost(self, lost: StreamLost, backend: Backend) -> None:
-        """Notes a loss, whoever is at fault: the instance, this request, or one that was beside it."""
+    async def lost(self, lost: StreamLost, backend: Backend, lived_s: float) -> None:
+        """Notes a loss, whoever is at fault: the instance, this request, or one that was beside it. `lived_s`: how long
+        the instance had the request.
+
+        An instance that died, or that nothing reaches, is at fault. What a living one did is its fault if another one
+        takes the request, or if it does not answer the gateway's own request either; it is the request's own fault if
+        another one ends it in the same way.
+        """
         self.excluded.add(backend)
-        if self._is_engines_work or not lost.was_sent:
-            self._services.backends.outliers.failed(backend, lost.cause, str(lost))
-        self._num_unreached += not lost.was_sent
-        hangs = backend.is_down or backend.is_stalled
-        if lost.was_sent and (hangs or await self._services.backends.has_died(backend)):
+        backends, outliers = self._services.backends, self._services.backends.outliers
+        if not lost.was_sent:
+            self._num_unreached += 1
+            outliers.failed(backend, lost.cause, str(lost))
+        elif backend.is_down or backend.is_stalled or await backends.has_died(backend):
+            if self._is_engines_work:
+                outliers.failed(backend, lost.cause, str(lost))
             self._services.trials.lost(self.case, backend)
+        else:
+            if self._is_engines_work:
+                self._accused.append((backend, lost))
+                backends.accuse(backend)
+            self._report(lost, backend, lived_s)
+
+    def _report(self, lost: StreamLost, backend: Backend, lived_s: float) -> None:
+        if lost.end is End.ABORT and lived_s > TRIAL_S:
+            self._reports.clear()  # instances are ended one after the other, and a long request meets several of them
+        if lost.end in _OF_THE_REQUEST:
+            said = [one for end, one in self._reports if end is lost.end and one is not backend]
+            if said:
+                self.reporters = said[0], backend
+                self.end()
+            self._reports.append((lost.end, backend))
+
+    def end(self) -> None:
+        """Nobody takes the request any more: whose fault its failures were will not be known from it."""
+        for backend, _ in self._accused:
+            self._services.backends.settled(backend, is_proven=False)
+        self._accused.clear()
 
     def pause_before_next(self, lost: StreamLost, *, has_begun: bool) -> float | None:
         """Seconds to wait; None if limits or the retry budget do not allow another attempt. What no engine can have had

@@ -118,16 +118,18 @@ class Call:
     StreamLost for everything that may happen on the way, also from within the block, and OutOfDescriptors.
     """
 
-    __slots__ = ("_connection", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
-                 "task", "timed_out")  # fmt: skip
+    __slots__ = ("_connection", "_is_once", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost",
+                 "moved_s", "task", "timed_out")  # fmt: skip
 
-    def __init__(self, upstream: Upstream, backend: Backend, request: Content) -> None:
+    def __init__(self, upstream: Upstream, backend: Backend, request: Content, *, is_once: bool = False) -> None:
+        """`is_once`: the request must not be sent a second time, so that it takes a connection that cannot be stale."""
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self.backend = backend
         self._upstream = upstream
         self._request = request
+        self._is_once = is_once
         self._connection: Connection | None = None
         self.moved_s = time.monotonic()
         self.is_stream = False
@@ -156,7 +158,7 @@ class Call:
     async def __aenter__(self) -> Connection:
         self._upstream.calls.add(self)
         try:
-            connection = self._connection = await self._upstream.connect(self.backend)
+            connection = self._connection = await self._upstream.connect(self.backend, anew=self._is_once)
             was_used, sent_s = connection.idle_since_s > 0, time.monotonic()
             connection.send(self._request)
             try:
@@ -214,6 +216,7 @@ class Upstream:
         method: str = "POST",
         num_deaths: int = 0,
         dp_rank: int | None = None,
+        is_once: bool = False,
     ) -> Call:
         head = request_head(
             backend,
@@ -226,7 +229,7 @@ class Upstream:
             dp_rank=dp_rank,
             access=self._access,
         )
-        return Call(self, backend, (head, *body))
+        return Call(self, backend, (head, *body), is_once=is_once)
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:
         idle = None if anew else self._idle.get(backend)

@@ -11,7 +11,8 @@ from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError, VLLMUnprocessableEntityError
 
-from llumsched.gateway import sse
+from llumsched.gateway import ends
+from llumsched.gateway.paths import Style
 from vllm_llumnix.frontend import endings
 
 
@@ -45,7 +46,8 @@ def test_nobody_sends_it_again(serving: GenerateBaseServing) -> None:
     """As it stands in a stream, and for a gateway that would go on with one that has lost its engine."""
     error = create_error_response(VLLMUnprocessableEntityError("two engines died"))
     assert (error.error.code, error.error.message) == (422, "two engines died")
-    assert sse.is_clients_fault(b"data: " + json.dumps(error.model_dump()).encode() + b"\n\n")
+    event = b"data: " + json.dumps(error.model_dump()).encode() + b"\n\n"
+    assert ends.in_events(event, Style.OPENAI) == (ends.End.REFUSED, 0)
 
 
 def test_those_that_nobody_asks_for_are_forgotten(

@@ -14,11 +14,13 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from llumsched.gateway import retries, tried
+from llumsched.gateway import ends, retries, tried
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuable import CannotContinue, outline
 from llumsched.gateway.continuation import Transcript, plan
-from llumsched.gateway.sse import DONE, EventStream, event, is_clients_fault, numbers
+from llumsched.gateway.ends import End
+from llumsched.gateway.paths import Style
+from llumsched.gateway.sse import DONE, EventStream, event, numbers
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, Reply, Scripted, cluster, until
 from tests.support import mock_api
 from tests.support.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_token
@@ -631,9 +633,11 @@ async def test_no_engine_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "is_clients"), [(400, True), (422, True), (500, False), (None, False), ("400", False)]
-)
-def test_whose_fault_an_error_in_a_stream_is(code: Any, is_clients: bool) -> None:
+    ("code", "end"),
+    [(400, End.REFUSED), (422, End.REFUSED), (500, End.ERROR), (None, End.ERROR), ("400", End.ERROR),
+     (503, End.UNAVAILABLE)],
+)  # fmt: skip
+def test_whose_fault_an_error_in_a_stream_is(code: Any, end: End) -> None:
     failure = b"data: " + json.dumps({"error": {"message": "x", "code": code}}).encode() + b"\n\n"
-    assert is_clients_fault(failure + b"data: [DONE]\n\n") is is_clients
-    assert is_clients_fault(failure) is is_clients
+    assert ends.in_events(failure + b"data: [DONE]\n\n", Style.OPENAI) == (end, 0)
+    assert ends.in_events(b": comment\n\n" + failure, Style.OPENAI) == (end, 11)

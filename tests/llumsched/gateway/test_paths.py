@@ -150,8 +150,8 @@ class Engine(Mock):
 
     @property
     def ports(self) -> list[int]:
-        """Where requests came, in their order."""
-        return [one["port"] for one in self.seen or ()]
+        """Where clients' requests came, in their order."""
+        return [one["port"] for one in self.seen or () if "port" in one]
 
 
 @asynccontextmanager

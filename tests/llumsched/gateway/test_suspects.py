@@ -188,7 +188,7 @@ async def test_an_attempt_that_fails_otherwise_ends_the_trial_too() -> None:
                 mock.status, mock.end = 500, lambda: None
         status, _ = await asked
         assert (status, len(it.dead)) == (500, 1)
-        assert sorted(attempt for mock in it.mocks for attempt in mock.attempts) == ["", "2", "2", "2"]
+        assert sorted(attempt for mock in it.mocks for attempt in mock.attempts) == ["", "2", "2"]
         assert not it.gateway.services.trials.instances
 
 

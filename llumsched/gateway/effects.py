@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that do or leave something beside their tokens. Pure.
+
+An engine that was sent one of them may have called a tool or kept something before it was lost, and the gateway cannot
+know. So what was sent of them is never sent again, whatever ended it; what was not sent may go elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from llumsched.gateway.body import Head
+
+_OF_CLIENTS: Final = frozenset((None, "function", "custom"))
+"""Types of tools that the client runs. All others run where the model runs."""
+
+
+def _has_servers_tools(tools: Any) -> bool:
+    return isinstance(tools, list) and any(
+        isinstance(tool, dict) and tool.get("type") not in _OF_CLIENTS for tool in tools
+    )
+
+
+_Field = tuple[Callable[[Any], bool], str]
+_EVERYWHERE: Final[Mapping[str, _Field]] = {
+    "tools": (_has_servers_tools, "it may have called a tool"),
+    "mcp_servers": (bool, "it may have called a tool"),
+    "transfers": (bool, "it may have taken or left blocks of a cache"),
+}
+_BY_PATH: Final[Mapping[str, Mapping[str, _Field]]] = {
+    "/v1/responses": {
+        "background": (bool, "it may go on in the background"),
+        "store": (lambda value: value is True, "it may have been stored"),
+        "conversation": (bool, "it may have been added to its conversation"),
+    }
+}
+"""`store` is true by default, and then no wish of the client's: vLLM stores nothing unless it is told to by a variable,
+and what an engine that was lost has stored under another id is of no harm."""
+
+
+def of(path: str, head: Head) -> str:
+    """What a request of this path may have done once it was sent; "" if nothing."""
+    for table in (_EVERYWHERE, _BY_PATH.get(path, {})):
+        for name, (is_so, why) in table.items():
+            if is_so(getattr(head, name)):
+                return why
+    return ""

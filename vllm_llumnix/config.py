@@ -215,7 +215,8 @@ class LlumletConfig(CredentialFiles):
         300.0,
         kinds.seconds(at_least=1),
         "How long the engine's loop may be busy with one call, such as loading an adapter, writing a profile or new "
-        "weights, before it counts as hung and its streams go on elsewhere. It gets no new requests meanwhile.",
+        "weights, or with one step in which a kernel is compiled, before it counts as hung and its streams go on "
+        "elsewhere. It gets no new requests meanwhile.",
     )
     priority_ageing_seconds: float = _llumlet.setting(
         60.0,

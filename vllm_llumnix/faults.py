@@ -36,6 +36,7 @@ POINTS = frozenset(
         "engine.grammar",
         "worker.model",
         "worker.request",
+        "worker.compile",
         "source.round",
         "source.frozen",
         "source.committed",

@@ -10,6 +10,7 @@ path comes from a peer.
     slots      one for every batch that can be in flight and one more, used in turn:
                number of requests, when the model was given them, under way or not, their names
     grammars   whose, under way or not: of the oldest that are not compiled yet
+    workers    when each last compiled a kernel: written by the workers themselves (`compiles`)
 
 A name is a hash of the request's id. Whoever reads a dead engine's file sees what the loop wrote last; a slot counts
 from the moment that its last word, `under way`, is written, and the model has the batch after that only. A batch of the
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llumlet.protocol.steps import NAME_BYTES, NOBODY, LastSteps, name_of
+from vllm_llumnix.compiles import PLACE, Place, Workers
 
 if TYPE_CHECKING:
     from vllm_llumnix.kv.vllm_types import SchedulerOutput
@@ -77,7 +79,7 @@ class _Names(dict[str, bytes]):
 class StepRecord:
     """Written by the engine's loop thread. `capacity`: requests in one batch; `depth`: batches in flight."""
 
-    def __init__(self, incarnation: str, capacity: int, depth: int) -> None:
+    def __init__(self, incarnation: str, capacity: int, depth: int, num_workers: int = 0) -> None:
         self._capacity = capacity
         self._num_slots = depth + 1
         stride = _stride(capacity)
@@ -92,7 +94,10 @@ class StepRecord:
         size = first + NUM_GRAMMARS * _GRAMMAR.size
         self._grammars = deque(range(first, size, _GRAMMAR.size))
         """Offsets of places for grammars that are free. Any thread gives them back."""
-        self._path, self._file, self._map = _create(incarnation, size)
+        places = range(size, size + num_workers * PLACE.size, PLACE.size)
+        self._path, self._file, self._map = _create(incarnation, places.stop)
+        self.workers = Workers(self._map, places)
+        self.place_of_workers = Place(str(self._path), size, num_workers)
         _HEADER.pack_into(self._map, 0, _MAGIC, self._num_slots, capacity, NOBODY, False, False)
 
     def scheduling(self) -> None:

@@ -46,6 +46,8 @@ copied then, and some for a slow machine."""
 STOPPED_S = 10.0
 """Pause when it only is silent, or its loop hangs: 4.5 s until it counts as lost, one prefill, a second, and some for a
 slow machine."""
+COMPILES_S = 8.0
+"""Nearly twice the time after which a step is a hang."""
 SILENT_S = 40.0
 """More than the 30 s in which an engine expects a word of an API server."""
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -133,6 +135,10 @@ class Cast:
             trigger.unlink()
             engine_of(victim).send_signal(signal.SIGCONT)
 
+    def compile_in_next_step(self, victim: Server) -> None:
+        """The victim's worker compiles a kernel, once and for long."""
+        self._trigger(victim.name, "worker.compile", "delay").touch()
+
     def _haven_spec(self) -> ServerSpec:
         return self._spec("haven", "--llumlet-port", str(self._port))
 
@@ -147,6 +153,8 @@ class Cast:
             }
             for point, action in FAULTS
         ]
+        compiles = {"point": "worker.compile", "action": "delay", "seconds": COMPILES_S}
+        faults.append({**compiles, "file": str(self._trigger(name, "worker.compile", "delay"))})
         environment = {"LLUMNIX_FAULTS": json.dumps(faults)}
         return self._spec(name, "--llumlet-peers", f"127.0.0.1:{self._port}", env=environment)
 
@@ -409,6 +417,25 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
     if part is worker_of:
         # It is well until it is late; whether that is seen depends on when it is asked.
         assert [health for health in healths if health != Health.OK] == [Health.SUSPECT, Health.HUNG]
+
+
+@failure(
+    "its worker compiles a kernel for 8 s",
+    "not moving, in a step",
+    "suspect, sent nothing new, and busy with that in the status; its streams stay",
+)
+async def test_the_own_engine_compiles_a_kernel(stage: Cast, expected: dict[str, Stream]) -> None:
+    victim = stage.victim()
+    before = victim.log_text().count("goes on elsewhere")
+    async with Client(victim.base_url) as client:
+        stream = await begin(client, "greedy")
+        await stream.wait_for(AT)
+        stage.compile_in_next_step(victim)
+        healths = await healths_until(victim, lambda: len(stream.token_ids) >= 3 * AT)
+        assert_goes_on(await stream.result(), expected["greedy"], COMPILES_S + STOPPED_S)
+    assert [health for health in healths if health != Health.OK] == [Health.SUSPECT]
+    assert victim.log_text().count("goes on elsewhere") == before
+    await wait_idle(victim)
 
 
 @pytest.mark.full

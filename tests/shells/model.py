@@ -204,7 +204,7 @@ class FakeExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        if method is attach._compile_logprobs or method == "execute_dummy_batch":
+        if method in (attach._compile_logprobs, attach._write_down_compiles, "execute_dummy_batch"):
             return [None]  # there is nothing to compile, and nothing to warm
         assert callable(method), method
         with _of_process:

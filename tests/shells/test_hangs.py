@@ -16,6 +16,8 @@ from tests.shells.circumstances import hanging
 from tests.shells.cluster import Cluster, cluster_of, retold
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
+from vllm_llumnix.compiles import Compiles
+from vllm_llumnix.engine.progress import COMPILING
 
 pytestmark = MARKS
 
@@ -121,6 +123,52 @@ async def busy(cluster: Cluster) -> InstanceStatus:
         status = engine.agent.status.now()
     await call
     return status
+
+
+@failure(
+    "a worker compiles a kernel, for whatever time",
+    "in a model step",
+    "suspect, and sent nothing new; its streams stay",
+)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@retold
+async def test_compiling_in_a_step(asynchronous: bool, model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
+        stream = await company(cluster)
+        engine, compiler = cluster["A"].engine, compiler_of(cluster)
+        compiler.begin()
+        with hanging(cluster["A"]):
+            ends = time.monotonic() + BUSY_SECONDS
+            while time.monotonic() < ends:
+                await asyncio.sleep(0.02)
+                status = engine.agent.status.now()
+            compiler.end()
+        assert (status.health, status.busy_with, status.schedulable) == (Health.SUSPECT, COMPILING, False)
+        await stream.reaches(len(stream.tokens) + 20)
+        assert not stream.at.client.origin.core.num_replayed
+        return await cluster.verdict(stream)
+
+
+@failure("a kernel is compiled for longer than --llumlet-utility-seconds", "in a model step", "goes on elsewhere")
+@failure("a kernel was compiled, and the step hangs all the same", "in a model step", "goes on elsewhere")
+@pytest.mark.parametrize("compiles_on", [True, False], ids=["for ever", "before"])
+@retold
+async def test_compiling_for_too_long(compiles_on: bool, model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        stream = await company(cluster)
+        cluster["A"].engine.kvconn.progress._utility_seconds = 0.9 if compiles_on else 3600.0
+        compiler = compiler_of(cluster)
+        compiler.begin()
+        with hanging(cluster["A"]):
+            if not compiles_on:
+                compiler.end()
+            assert await goes_on(cluster, stream) == "rescued"
+        return await cluster.verdict(stream)
+
+
+def compiler_of(cluster: Cluster) -> Compiles:
+    """As the worker of A writes when it compiles."""
+    return Compiles(cluster["A"].engine.kvconn.record.place_of_workers, 0)
 
 
 @failure("the KV cache is read for longer than it is kept", "the loop goes on meanwhile", "computed again")

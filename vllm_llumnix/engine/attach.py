@@ -11,6 +11,7 @@ import msgspec
 from vllm.lora.request import LoRARequest
 
 from vllm_llumnix import config as llumlet_config
+from vllm_llumnix.compiles import Place, write_down_compiles
 from vllm_llumnix.engine.agent import LlumletAgent, open_llumlet
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.facts import engine_facts
@@ -49,7 +50,8 @@ def attach(engine: Engine) -> EngineLoop:
     config = config.for_rank(engine.engine_index)
     require(engine)
     _check_workers(engine)
-    engine.model_executor.collective_rpc(_compile_logprobs)
+    if not engine.scheduler.use_v2_model_runner:
+        engine.model_executor.collective_rpc(_compile_logprobs)
     settings = msgspec.msgpack.encode(config.worker_settings())
     answers = engine.model_executor.collective_rpc(start_mover, args=(settings,))
     movers = [msgspec.msgpack.decode(answer, type=MoverInfo) for answer in answers]
@@ -65,11 +67,15 @@ def attach(engine: Engine) -> EngineLoop:
         features_stay=why_features_stay(engine),
     )
     port = SchedulerPort(engine.scheduler, config.priority_ageing_seconds)
-    progress = Progress(utility_seconds=config.utility_seconds)
+    num_slots = engine.scheduler.max_num_running_reqs
+    record = StepRecord(identity.incarnation, num_slots, engine.batch_queue_size, len(movers))
+    engine.model_executor.collective_rpc(_write_down_compiles, args=(msgspec.msgpack.encode(record.place_of_workers),))
+    progress = Progress(utility_seconds=config.utility_seconds, compiled_at=record.workers.compiled_at)
+    if engine.vllm_config.parallel_config.enable_elastic_ep:
+        _watch_scaling(progress)
     follow_engine(engine, port.load, progress)
     send_whole_images(engine.scheduler)
     thread = LlumletThread()
-    record = StepRecord(identity.incarnation, engine.scheduler.max_num_running_reqs, engine.batch_queue_size)
     loop = EngineLoop(engine, port, thread, record, progress)
     claims = Claims(loop)
     watch_model(loop, claims)
@@ -111,6 +117,19 @@ def _watch_sleep(executor: Executor, port: SchedulerPort) -> None:
     sleep, discard = before_kv_goes(executor, port.reservations.empty)
     SEAMS.wrap(executor, "Executor.sleep", sleep)
     SEAMS.wrap(executor, "Executor.discard", discard)
+
+
+def _watch_scaling(progress: Progress) -> None:
+    """Elastic expert parallelism changes the number of ranks a part at a time, between two steps of the loop."""
+    from vllm.distributed.elastic_ep.elastic_state import ElasticEPScalingState
+
+    stock = ElasticEPScalingState.progress
+
+    def busily(scaling: ElasticEPScalingState) -> bool:
+        with progress.busy("elastic expert parallelism"):
+            return bool(stock(scaling))
+
+    SEAMS.wrap(ElasticEPScalingState, "ElasticEPScalingState.progress", busily)
 
 
 def _watch_adapters(engine: Engine, thread: LlumletThread, llumlet: LlumletAgent) -> None:
@@ -177,11 +196,16 @@ def _runner_of_worker(called: Worker | WorkerWrapper) -> str:
     return f"{runner.__module__}.{runner.__qualname__}"
 
 
+def _write_down_compiles(called: Worker | WorkerWrapper, packed: bytes) -> None:
+    """Runs in the worker: the engine is told when a kernel is compiled."""
+    write_down_compiles(msgspec.msgpack.decode(packed, type=Place), worker_of(called).rank)
+
+
 def _compile_logprobs(called: Worker | WorkerWrapper) -> None:
-    """Runs in the worker: have vLLM's kernel for log probabilities compiled now.
+    """Runs in a worker with the V1 runner: have vLLM's kernel for log probabilities compiled now.
 
     vLLM compiles it when the first request asks for them, for seconds: measured 11 s on two cores. A request that moves
-    here must not wait for that, and an engine that stands still for so long counts as hung.
+    here must not wait for that. The V2 runner has other kernels, and warms them itself.
     """
     import torch
     from vllm.v1.sample.sampler import Sampler

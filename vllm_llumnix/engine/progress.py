@@ -10,7 +10,9 @@ few attribute writes each. A hang is told from a long step by what the step was 
     HUNG     3 s more
 
 What a call of the engine's utilities takes (loading an adapter, writing a profile, new weights) nobody can expect.
-While one runs, the engine is busy with it, and it does not hang before `utility_seconds` are over.
+While one runs, the engine is busy with it, and it does not hang before `utility_seconds` are over. So it is while a
+worker compiles a kernel within a step: no hang before it has stood still for `utility_seconds`, and when nothing is
+compiled any more, the step has its limit once again.
 
 Of the same notes is how long each step took as its requests see it (`returned`): to the end of a step from that of the
 one before, what the scheduler and the loop did between them included; whether or not the two overlapped, as they do
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -34,6 +37,7 @@ FIRST_SECONDS_PER_TOKEN = 1e-3
 """Assumed until a prefill has been measured: slow for any machine that serves."""
 PREFILL_TOKENS = 64
 """A step of fewer tokens says nothing of the time per token."""
+COMPILING = "compiling a kernel"
 MEMORY = 0.8
 """Weight of the past in the running means."""
 SLOWER = 2.0
@@ -54,9 +58,16 @@ class _Batch:
 class Progress:
     """Written by the loop thread, read by any other."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, utility_seconds: float = 300.0) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        utility_seconds: float = 300.0,
+        compiled_at: Callable[[], float] = lambda: -math.inf,
+    ) -> None:
+        """`compiled_at`: when a worker last compiled anything, by `clock`. Asked if a step takes too long."""
         self._clock = clock
         self._utility_seconds = utility_seconds
+        self._compiled_at = compiled_at
         self._moved_at = clock()
         self._asleep = False
         self._busy_with = ""
@@ -154,14 +165,20 @@ class Progress:
 
     @property
     def busy_with(self) -> str:
-        """The method of the engine that the loop runs; empty if none."""
-        return self._busy_with
+        """The method of the engine that the loop runs, or that the model waits for a compiler; empty if neither."""
+        if self._busy_with or self.stalled_seconds <= self.limit_seconds:
+            return self._busy_with
+        return COMPILING if self._clock() - self._compiled_at() <= self.limit_seconds else ""
 
     @property
     def health(self) -> Health:
-        busy, stalled = self._busy_with, self.stalled_seconds
-        late = stalled - self.limit_seconds
-        if late <= 0:
+        busy, stalled, limit = self._busy_with, self.stalled_seconds, self.limit_seconds
+        if stalled <= limit:
             return Health.OK
-        hung = stalled > self._utility_seconds if busy else late > RESCUE_SECONDS
+        if not busy:
+            # Of what is compiled nobody knows how long it takes; behind it, the step begins anew.
+            quiet, longest = self._clock() - self._compiled_at(), limit + RESCUE_SECONDS
+            hung = min(stalled, quiet) > longest or (quiet < stalled and stalled > max(longest, self._utility_seconds))
+        else:
+            hung = stalled > self._utility_seconds
         return Health.HUNG if hung else Health.SUSPECT

@@ -125,6 +125,16 @@ SEAMS = Seams(
         "vLLM calls back when the KV memory goes",
         _PORT_TEST,
     ),
+    Seam(
+        "vllm/distributed/elastic_ep/elastic_state.py",
+        "ElasticEPScalingState",
+        "progress",
+        Kind.WRAPPED,
+        "the loop is known to change the number of ranks, which takes as long as it takes and is no hang",
+        "core",
+        "vLLM says that it scales",
+        "tests/engine/test_compiles.py",
+    ),
     # The scheduler's methods
     _scheduler(
         "schedule",

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from vllm_llumnix import faults
+from vllm_llumnix.compiles import compiling
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.data_plane import DataPlane
 from vllm_llumnix.kv.fingerprint import common_fingerprint, fingerprint, text_config_of
@@ -59,7 +60,7 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
         _forget_former_lives(worker)
     if (budgets := thinking_budgets_of(worker.model_runner)) is not None:
         SEAMS.wrap(budgets, "ThinkingBudgetStateHolder.sync_batch", sync_with_history(budgets))
-    if faults.armed("worker.model") or faults.armed("worker.request"):
+    if any(map(faults.armed, ("worker.model", "worker.request", "worker.compile"))):
         _arm(worker)
     _running = plane
     return messages.encode(
@@ -171,11 +172,13 @@ def _forget_former_lives(worker: Worker) -> None:
 
 
 def _arm(worker: Worker) -> None:
-    """Let a test make the model hang, or the worker die of a marked request in its first step."""
+    """Let a test make the model hang or compile a kernel, or the worker die of a marked request in its first step."""
     execute = worker.execute_model
 
     def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
         faults.hit("worker.model")
+        with compiling():
+            faults.hit("worker.compile")
         faults.hit_tokens("worker.request", (new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs))
         return execute(scheduler_output, *args, **kwargs)
 

@@ -21,6 +21,10 @@ class HashedKeys(Generic[Owner]):
     def __init__(self, keys: Mapping[Owner, Iterable[str]]) -> None:
         self._owners = {_digest_of(key): owner for owner, own in keys.items() for key in own}
 
+    def digest(self) -> bytes:
+        """A secret that everybody has who has all keys, and nobody else."""
+        return hashlib.sha256(b"".join(sorted(self._owners))).digest()
+
     def whose(self, shown: str) -> Owner | None:
         return self._owners.get(hashlib.sha256(shown.encode("utf-8", "surrogateescape")).digest())
 

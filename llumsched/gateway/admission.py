@@ -27,7 +27,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Admission:
-    """Checks requests before `answer`: each needs a known key, and a POST some of its allowance."""
+    """Checks requests before `answer`: each needs a known key, and some of its allowance."""
 
     def __init__(self, keys: ApiKeys, answer: Answer, metrics: Metrics, refusals: Refusals) -> None:
         self._keys = keys
@@ -43,8 +43,6 @@ class Admission:
             self._refused.labels(_UNKNOWN, Limit.KEY).inc()
             return self._refusals.answer(request, Unauthorized("Unauthorized", headers=_CHALLENGE))
         request[TENANT] = tenant
-        if request.method != "POST":
-            return await self._answer(request)
         try:
             with tenant.request():
                 return await self._answer(request)

@@ -20,6 +20,7 @@ from llumsched.gateway.objectives import Objectives
 
 _log = logging.getLogger(__name__)
 _MINUTE_S: Final = 60.0
+_MOST_SECRETS: Final = 32
 
 
 class Limit(StrEnum):
@@ -131,6 +132,8 @@ class ApiKeys:
     def __init__(self, path: str) -> None:
         self._file = Watched(path)
         self._tenants: dict[str, Tenant] = {}
+        self.secrets: tuple[bytes, ...] = ()
+        """Secrets made of the file as it is and as it was, the newest first, that no client knows."""
         self._load()
 
     def reload(self) -> None:
@@ -153,6 +156,8 @@ class ApiKeys:
                 tenant.allow(allowance)
         self._tenants = tenants
         self._keys = HashedKeys({name: allowance.keys for name, allowance in allowances.items()})
+        if (secret := self._keys.digest()) not in self.secrets:
+            self.secrets = (secret, *self.secrets)[:_MOST_SECRETS]
 
     def whose(self, shown: Iterable[str]) -> Tenant | None:
         """The tenant of the first of these keys that is one."""

@@ -141,6 +141,10 @@ class Attempts(ABC):
         """Called before the request is sent."""
         return
 
+    def _renamed(self, content: bytes, backend: Backend) -> bytes:
+        """An answer in one piece as the client is to get it."""
+        return content
+
     def _answered(self, body: bytes, backend: Backend) -> None:
         """Called with an answer in one piece."""
         self._record.used(sse.usage_of(body))
@@ -266,6 +270,7 @@ class Attempts(ABC):
             body = await answer.read_all(self._most_held)
             if not answer.has_ended and answer.status < 500 and self._out is None:
                 return await self._splice(body, answer, call, placed)
+            body = self._renamed(body, placed.backend)
         headers = response_headers(answer.headers, self._record.id)
         return await self._answer(web.Response(status=answer.status, body=body, headers=headers), body, call)
 

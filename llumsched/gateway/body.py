@@ -136,12 +136,15 @@ class Body:
             priority = msgspec.convert(value, Priority, strict=False)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"`{name}` is {value!r}: {error}") from None
+        body = self.with_fields(priority=priority) if in_body else self
+        return Body(body.content, msgspec.structs.replace(self.head, priority=priority))
+
+    def with_fields(self, **fields: str | int) -> Body:
+        """The body with these as its last fields, which count if the client has set them, too."""
         content = self.content
-        if in_body:
-            end = content.rindex(b"}")
-            comma = b"" if content[:end].rstrip().endswith(b"{") else b","
-            content = b"".join((memoryview(content)[:end], comma, b'"priority":%d}' % priority))
-        return Body(content, msgspec.structs.replace(self.head, priority=priority))
+        end = content.rindex(b"}")
+        comma = b"" if content[:end].rstrip().endswith(b"{") else b","
+        return Body(b"".join((memoryview(content)[:end], comma, msgspec.json.encode(fields)[1:])), self.head)
 
     @property
     def model(self) -> str:

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from contextlib import nullcontext
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -17,18 +17,18 @@ from llumsched.gateway import errors, objectives
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused, Tenant
 from llumsched.gateway.attempts import Attempts
-from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import PRIORITY_HEADERS, Body, Head, Prompt
 from llumsched.gateway.chats.form import Form
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
-from llumsched.gateway.forwarded import authorization, with_client
+from llumsched.gateway.forwarded import with_client
 from llumsched.gateway.metrics import CLIENT_GONE, Record
 from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.services import Received, Services
+from llumsched.gateway.stored import Stored, new_id
 
 _LEAST_BYTES: Final = 1024
 """Bytes of a body that `client_timeout_s` is for."""
@@ -76,9 +76,16 @@ class Exchanges:
             record.num_input_tokens = prompt.num_tokens
             record.preprocess_s = time.monotonic() - started_s
             self._services.budget.requested()
+            stored, own_response = self._stored(body, found, record.key), ""
+            if stored is not None and found.path.kind is not Kind.STICKY:
+                body = body.with_fields(previous_response_id=stored.own)
+            if found.path.keeps_answers:
+                own_response = new_id()
+                body = body.with_fields(request_id=own_response)
             with tenant.tokens(prompt.num_tokens) if tenant else nullcontext():
-                received = Received(request, body, record, own_id, started_s, prompt, with_client(request))
-                response = await (await self._attempts(received, found)).run()
+                headers = with_client(request)
+                received = Received(request, body, record, own_id, started_s, prompt, headers, stored, own_response)
+                response = await self._attempts(received, found).run()
             record.status = record.status or response.status
             return response
         except GatewayError as error:
@@ -148,22 +155,27 @@ class Exchanges:
             self._services.unnamed(path.form, body.model)
         return prompt
 
-    async def _attempts(self, received: Received, found: Found) -> Attempts:
-        """The right kind of attempts for the path. Raises UnknownResponse."""
+    def _attempts(self, received: Received, found: Found) -> Attempts:
+        """The right kind of attempts for the path."""
         if found.path.kind is Kind.CONTINUED:
             return Continuing(self._services, received)
-        return Passing(self._services, received, found.path, await self._owner(received, found))
+        return Passing(self._services, received, found.path)
 
-    async def _owner(self, received: Received, found: Found) -> Backend | None:
-        """The instance that has what the request is about. Raises UnknownResponse."""
-        is_sticky = found.path.kind is Kind.STICKY
-        name = found.name if is_sticky else received.body.head.previous_response_id
-        if not name or not isinstance(name, str) or not (is_sticky or found.path.keeps_answers):
+    def _stored(self, body: Body, found: Found, key: str) -> Stored | None:
+        """The response that a request is about, or goes on from. Raises UnknownResponse, NoInstance."""
+        shown: Any = None
+        if found.path.kind is Kind.STICKY:
+            shown = found.name
+        elif found.path.style is Style.RESPONSES:
+            shown = body.head.previous_response_id
+        if not shown:
             return None
-        owner = await self._services.stored.home(name, authorization(received.request.headers))
-        if owner is None and is_sticky:
-            raise errors.UnknownResponse(f"No instance has the response `{name}`.")
-        return owner
+        stored = self._services.stored.find(shown, key) if isinstance(shown, str) else None
+        if stored is None and self._services.backends.refreshed_s == -math.inf:
+            raise errors.NoInstance("No instance was asked yet.", retry_after_s=1)
+        if stored is None:
+            raise errors.UnknownResponse("No instance has that response.")
+        return stored
 
 
 async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray:

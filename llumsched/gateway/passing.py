@@ -9,10 +9,8 @@ asked for in no other way.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from aiohttp import web
 
 from llumsched.gateway import ends, errors, events, sse
@@ -21,7 +19,7 @@ from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.ends import End, Ended
 from llumsched.gateway.errors import GatewayError, NoInstance, StreamLost
-from llumsched.gateway.paths import Kind, Path
+from llumsched.gateway.paths import Kind, Path, Style
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
@@ -34,24 +32,19 @@ _LAST: Final = re.compile(
 _SEQUENCE_NUMBER: Final = re.compile(rb'"sequence_number":\s*([0-9]+)')
 
 
+_MOST_RENAMED_BYTES: Final = 64 << 20
+"""Longest answer in one piece in which ids are replaced: of a longer one the client gets the engine's."""
 _PARDONED: Final = frozenset((403, 404))
 """The path is not there, or switched off: instances may differ in version and flags."""
 
 
-class _Answer(msgspec.Struct):
-    id: Any = None
-
-
-class _Event(msgspec.Struct):
-    response: _Answer | None = None
-
-
 class Passing(Attempts):
-    def __init__(self, services: Services, received: Received, path: Path, owner: Backend | None) -> None:
-        """`owner`: the instance that has what the request is about."""
+    def __init__(self, services: Services, received: Received, path: Path) -> None:
         super().__init__(services, received, path.style, path.work, pardoned=_PARDONED)
         self._path = path
-        self._owner = owner
+        self._stored = received.stored
+        self._owner = received.stored.home if received.stored else None
+        self._own_response = received.own_response
         self._last = b""
         """The last events of a stream that the client got."""
         self._end_by_engine: End | None = None
@@ -75,14 +68,19 @@ class Passing(Attempts):
             super()._release(placed, completed=False)
         self._is_released = False
 
-    def _answered(self, body: bytes, backend: Backend) -> None:
-        super()._answered(body, backend)
-        if self._path.keeps_answers:
-            with suppress(msgspec.DecodeError):
-                self._services.stored.remember(msgspec.json.decode(body, type=_Answer).id, backend)
+    def _renamed(self, content: bytes, backend: Backend) -> bytes:
+        """What an engine says, with the ids of responses that clients know."""
+        if self._stored is not None:
+            content = content.replace(self._stored.own.encode(), self._stored.shown.encode())
+        if self._own_response and self._own_response.encode() in content:
+            shown = self._services.stored.shown(self._own_response, backend, self._record.key)
+            content = content.replace(self._own_response.encode(), shown.encode())
+        return content
 
     @property
     def _most_held(self) -> int:
+        if self._path.style is Style.RESPONSES:
+            return _MOST_RENAMED_BYTES
         return 0 if self._path.is_played else super()._most_held
 
     async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
@@ -107,11 +105,11 @@ class Passing(Attempts):
                 self._last = chunk
                 if b"_tokens" in chunk:
                     self._usage = sse.usage_of(chunk)
-                await self._write(chunk, call)
+                await self._write(self._renamed(chunk, placed.backend), call)
         if not answer.is_delimited and not _LAST.search(self._last):
             raise StreamLost(f"{placed.backend} ended the stream early")
         if not self._last:
-            await self._write(rest, call)
+            await self._write(self._renamed(rest, placed.backend), call)
             rest = b""
         if self._end_by_engine is End.REFUSED:
             self._record.status = errors.InvalidRequest.status
@@ -121,7 +119,7 @@ class Passing(Attempts):
                 self._services.backends.doubt(placed.backend)
         self._is_delivered = True
         call.is_writing = True
-        return await self._end(rest)
+        return await self._end(self._renamed(rest, placed.backend))
 
     async def _ended(self, ended: Ended, chunk: bytes, call: Call) -> None:
         """Takes an engine's own end. Raises StreamLost for an abort, and for what the client need not see."""
@@ -129,8 +127,8 @@ class Passing(Attempts):
             self._end_by_engine = ended.end
             return
         if self._last and ended.at:
-            await self._write(chunk[: ended.at], call)
-        words = b"" if ended.end is End.ABORT else chunk
+            await self._write(self._renamed(chunk[: ended.at], call.backend), call)
+        words = b"" if ended.end is End.ABORT else self._renamed(chunk, call.backend)
         raise StreamLost(f"{call.backend} {ended.end.what}", end=ended.end, words=words)
 
     def _begun(self, first: bytes, call: Call, placed: Placed) -> None:
@@ -141,11 +139,6 @@ class Passing(Attempts):
             self._release(placed, completed=False)
             self._is_released = True
         call.is_stream = self._is_engines_work and not self._path.may_rest
-        if self._path.keeps_answers:
-            with suppress(msgspec.ValidationError, StopIteration):
-                event = msgspec.convert(events.payload(next(filter(events.has_event, events.split(first)))), _Event)
-                if event.response is not None:
-                    self._services.stored.remember(event.response.id, placed.backend)
 
     def _moved(self, call: Call) -> None:
         """Notes that another part has come."""

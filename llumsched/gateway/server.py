@@ -58,6 +58,7 @@ _MODELS_S: Final = 3.0
 _FIRST_MODELS_S: Final = 1.0
 """Least time between such rounds while no model is known."""
 _REFUSALS: Final = {Kind.REFUSED: Forbidden, Kind.CANNOT_PASS: CannotPass}
+_NO_SECRETS: Final = (b"",)
 _IDENTITY: Final = "identity"
 _CODINGS: Final = {"Accept-Encoding": _IDENTITY}
 _BACKLOG = 1024
@@ -123,7 +124,7 @@ class Gateway:
             self.upstream,
             self.metrics,
             self._tokens,
-            StoredResponses(self.backends, self._session, access),
+            StoredResponses(self.backends, lambda: self._keys.secrets if self._keys else _NO_SECRETS),
         )
         self.exchanges = Exchanges(self.services, self.access_log)
         self._refusals = Refusals(self.metrics, self.access_log)

@@ -18,7 +18,7 @@ from llumsched.gateway.forwarded import RawHeaders
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Placed, Placement
 from llumsched.gateway.retries import RetryBudget
-from llumsched.gateway.stored import StoredResponses
+from llumsched.gateway.stored import Stored, StoredResponses
 from llumsched.gateway.suspects import Trials
 from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Upstream
@@ -43,12 +43,19 @@ class Received:
     """What is known of its prompt; nothing if nobody asks for that."""
     headers: RawHeaders
     """Headers for the engine."""
+    stored: Stored | None = None
+    """The response that it is about, or goes on from."""
+    own_response: str = ""
+    """The id that its response is to have at the engine, if it may be asked for again."""
 
     @property
     def target(self) -> str:
         """Path and query. No path that is passed needs escapes."""
+        path = self.request.path
+        if self.stored is not None:
+            path = path.replace(self.stored.shown, self.stored.own)
         query = self.request.rel_url.raw_query_string
-        return f"{self.request.path}?{query}" if query else self.request.path
+        return f"{path}?{query}" if query else path
 
 
 class Running(Protocol):

@@ -1,65 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instance has a response that a client may ask for again: `/v1/responses` stores it where it was made.
+"""Responses that a client may ask for again: `/v1/responses` keeps them in the API server that made them.
 
-Remembered are the last ones that passed through this process. Of others (another worker's, another gateway's) the
-instances are asked, all of them at once, for few clients at a time.
+The id that a client gets says where that is and whose it is, so that nobody is searched for, and nobody else answered:
+
+    resp_<home><tag>_<number>       engines know it as resp_<number>, which the gateway chose
+
+`home` is a name of the instance, `tag` a MAC over home, number and the name of the client's key. The secret of both is
+made of all keys of `--api-key-file`: all workers and gateways that have this file, and later ones, read each other's
+ids, and no client knows it. Without the file there is one client, and no secret. When the file changes, ids of before
+are read by the processes that live.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import OrderedDict
-from contextlib import suppress
-from typing import Final
-
-import aiohttp
-from yarl import URL
+import base64
+import functools
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 from llumsched.gateway.backends import Backend, Backends
-from llumsched.gateway.paths import is_name
-from llumsched.gateway.upstream import Access
 
-_MOST_REMEMBERED: Final = 10_000
-_MOST_SEARCHES: Final = 4
-_ASK_TIMEOUT_S: Final = 3.0
+_HOME_BYTES: Final = 5
+_TAG_BYTES: Final = 10
+_SHOWN: Final = re.compile(r"resp_([a-z2-7]{8})([a-z2-7]{16})_([0-9a-f]{32})", re.ASCII)
+
+Secrets = Callable[[], Sequence[bytes]]
+
+
+class Stored(NamedTuple):
+    """A response that a client asks for, or goes on from."""
+
+    shown: str
+    """The id that the client has."""
+    own: str
+    """The id that its engine has."""
+    home: Backend
+
+
+def new_id() -> str:
+    """An id for an engine to give to a response."""
+    return f"resp_{os.urandom(16).hex()}"
 
 
 class StoredResponses:
-    def __init__(self, backends: Backends, session: aiohttp.ClientSession, access: Access) -> None:
-        self._access = access
+    def __init__(self, backends: Backends, secrets: Secrets) -> None:
+        """`secrets`: the newest first, which is used for new ids."""
         self._backends = backends
-        self._session = session
-        self._homes: OrderedDict[str, Backend] = OrderedDict()
-        self._searches = asyncio.Semaphore(_MOST_SEARCHES)
+        self._secrets = secrets
 
-    def remember(self, response_id: object, backend: Backend) -> None:
-        if isinstance(response_id, str) and is_name(response_id):
-            self._homes[response_id] = backend
-            self._homes.move_to_end(response_id)
-            if len(self._homes) > _MOST_REMEMBERED:
-                self._homes.popitem(last=False)
+    def shown(self, own: str, backend: Backend, key: str) -> str:
+        """The id for a client. `key`: the name of its API key."""
+        secret = self._secrets()[0]
+        home, number = _home(secret, str(backend)), own.removeprefix("resp_")
+        return f"resp_{home}{_tag(secret, home, number, key)}_{number}"
 
-    async def home(self, response_id: str, authorization: str) -> Backend | None:
-        """The instance that has it, or None. `authorization`: the client's header, for those that want a key."""
-        if not is_name(response_id):
+    def find(self, shown: str, key: str) -> Stored | None:
+        """The response of that id, if it may be this key's and its instance is known."""
+        match = _SHOWN.fullmatch(shown)
+        if match is None:
             return None
-        known = self._homes.get(response_id)
-        if known is not None and known in self._backends:
-            return known
-        async with self._searches:
-            asked = [self._has(backend, response_id, authorization) for backend in self._backends]
-            found = next((backend for backend in await asyncio.gather(*asked) if backend is not None), None)
-        if found is not None:
-            self.remember(response_id, found)
-        return found
-
-    async def _has(self, backend: Backend, response_id: str, authorization: str) -> Backend | None:
-        headers = self._access.headers
-        if authorization and self._access.passes_clients:
-            headers = {"Authorization": authorization}
-        timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
-        url = URL(backend.endpoint.url(f"/v1/responses/{response_id}"))
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with self._session.get(url, headers=headers, timeout=timeout) as answer:
-                return backend if answer.status == 200 else None
+        home, tag, number = match.groups()
+        for secret in self._secrets():
+            if hmac.compare_digest(_tag(secret, home, number, key), tag):
+                found = (backend for backend in self._backends if _home(secret, str(backend)) == home)
+                return next((Stored(shown, f"resp_{number}", backend) for backend in found), None)
         return None
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _home(secret: bytes, instance: str) -> str:
+    return _mac(secret, "home", instance, num_bytes=_HOME_BYTES)
+
+
+def _tag(secret: bytes, home: str, number: str, key: str) -> str:
+    return _mac(secret, home, number, key, num_bytes=_TAG_BYTES)
+
+
+def _mac(secret: bytes, *parts: str, num_bytes: int) -> str:
+    """`num_bytes` are a multiple of 5: base 32 needs no padding then."""
+    digest = hmac.digest(secret, "\0".join(parts).encode(), hashlib.sha256)
+    return base64.b32encode(digest[:num_bytes]).decode().lower()

@@ -66,6 +66,8 @@ class LLMInstance(Struct):
     predicted_ttft: Milliseconds | UnsetType = UNSET
     """Predicted of the request there, if it was placed by that: from now to its first token; and between two."""
     predicted_tpot: Milliseconds | UnsetType = UNSET
+    refuses_late: bool | UnsetType = UNSET
+    """True: this scheduler refuses a request that may wait where its objectives would be missed."""
     cached_tokens: int | UnsetType = UNSET
     """Tokens of the prompt that are in the instance's prefix cache, as far as this scheduler knows."""
 

@@ -58,6 +58,7 @@ _WITH_REDIS_HOST: Final = (
     "--cms-redis-password",
     "--cms-redis-password-file",
 )
+_OF_CACHES: Final = ("--cache-index-blocks", "--cache-sent-blocks")
 _CONSTANTS: Final = (
     "ttft_slo",
     "tpot_slo",
@@ -247,6 +248,8 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
     for check in (_host_faults, _tls_faults, _profile_faults):
         reading.check(check, made)
     reading.check(_endpoint_faults, made, dispatch)
+    if policy is not None:
+        reading.check(_cache_faults, made, reading.given)
     return None if reading.faults else replace(made, cms=next(iter(cms.urls.values()), process.CMS))
 
 
@@ -269,6 +272,17 @@ def _rescheduling_faults(switches: rescheduling.Switches, dispatch: Dispatch) ->
 def _endpoint_faults(config: process.SchedulerConfig, dispatch: Dispatch) -> Iterator[str]:
     if dispatch.mode is Mode.LITE and not config.backend_endpoints:
         yield "--enable-full-mode-scheduling=false needs --llm-backend-endpoints"
+
+
+def _cache_faults(config: process.SchedulerConfig, given: Container[str]) -> Iterator[str]:
+    if config.knows_caches:
+        return
+    for flag in _OF_CACHES:
+        if flag in given:
+            yield (
+                f"{flag} is of no use with the policy {config.policy.name}, which heeds no prefix cache: "
+                "prefix-cache does, and --enable-cache-aware-scheduling makes it known to any policy"
+            )
 
 
 def _host_faults(config: process.SchedulerConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +28,9 @@ class AccessLog(enum.StrEnum):
     JSON = "json"
 
 
+LATE_WAIT: Final = "--late-wait"
+LATE_WAIT_S: Final = 60.0
+SHED_PRIORITY: Final = "--shed-priority"
 ROUND_ROBIN: Final = "round-robin"
 MOST_WORKERS: Final = 256
 
@@ -174,14 +177,17 @@ class Config:
         flag="--tpot-slo",
     )
     late_wait_s: float = _waiting.setting(
-        60.0,
+        LATE_WAIT_S,
         kinds.seconds(),
-        "how long a request that can no longer meet its objective waits behind those that can",
+        "how long a request that can no longer meet its objective waits behind those that can, if the scheduler's "
+        "policy refuses what would be late (slo); 0: not at all",
+        flag=LATE_WAIT,
     )
     shed_priority: int | None = _waiting.setting(
         None,
         kinds.integer(),
         "requests of this priority or a greater one get 429 instead, once they cannot (default: none)",
+        flag=SHED_PRIORITY,
     )
     max_queue_size: int = _waiting.setting(512, _COUNT, "requests that may wait for an instance; more get 429")
     max_requests: int = _waiting.setting(8192, _COUNT, "requests that may be in flight per worker; more get 429")
@@ -240,6 +246,13 @@ class Config:
         2, kinds.integer(at_least=1, at_most=MOST_WORKERS), "per worker, that count tokens and read large requests"
     )
 
+    @property
+    def lateness(self) -> str:
+        """The flag by which what would be late is treated otherwise than by default; "": none."""
+        if self.shed_priority is not None:
+            return SHED_PRIORITY
+        return LATE_WAIT if self.late_wait_s != LATE_WAIT_S else ""
+
     def objectives(self, model: str) -> Objectives:
         """Those of requests that name none."""
         return Objectives(*(of.get(model, of.get("", 0.0)) for of in (self.ttft_slo_ms, self.tpot_slo_ms)))
@@ -263,6 +276,7 @@ class Config:
 def prepare(reading: Reading) -> Config:
     """The settings of a gateway; what contradicts itself is added to the faults."""
     config = reading.make(Config)
+    reading.check(_lateness, config, reading.given)
     for check in (_endpoints, _workers, _authorities, _certificate, _host, _metrics_host, _template, _token):
         reading.check(check, config)
     return config
@@ -275,6 +289,12 @@ def _endpoints(config: Config) -> Iterator[str]:
         yield "--scheduling-policy round-robin needs --llm-backend-endpoints"
     if not config.is_local and not config.scheduler_endpoints:
         yield f"--scheduling-policy {config.scheduling_policy} needs --scheduler-endpoints"
+
+
+def _lateness(config: Config, given: Container[str]) -> Iterator[str]:
+    for flag in (LATE_WAIT, SHED_PRIORITY):
+        if config.is_local and flag in given:
+            yield f"{flag} is of no use with --scheduling-policy {ROUND_ROBIN}, which refuses nothing that is late"
 
 
 def _workers(config: Config) -> Iterator[str]:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, Protocol
 
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from llumlet.protocol.infer_type import InferType
@@ -44,6 +45,7 @@ from llumsched.gateway.waiting import Queues, Waiting
 from llumsched.model_memory import AWAY_RETRY_S
 from llumsched.request import Request
 
+_log = logging.getLogger(__name__)
 COMPLAINT_TTL_S = 15.0
 """Time after which a scheduler forgets what a gateway complained of."""
 _MOST_WHY_CHARACTERS = 500
@@ -83,6 +85,8 @@ class Scheduled(Placement):
         self.gateway_id = uuid.uuid4().hex
         self._begun: dict[str, tuple[Address, Report]] = {}
         """Reports that go soon, by request."""
+        self._is_told = False
+        """Whether it has been logged that late requests are not refused."""
         self._block_sizes: dict[str, int] = {}
         """Sizes of the blocks that the scheduler wants named, by models that it has placed."""
 
@@ -179,6 +183,8 @@ class Scheduled(Placement):
     def _placed(self, asked: Request, answer: SchedulerAnswer, took_s: float) -> Placed:
         result = answer.result
         chosen = next((instance for instance in result if instance.infer_type == InferType.NEUTRAL), result[0])
+        if asked.has_objectives and chosen.refuses_late is UNSET:
+            self._warn_of_lateness()
         backend = self._backends.at(chosen.endpoint.address)
         if asked.model:
             backend.learn(asked.model)
@@ -187,6 +193,16 @@ class Scheduled(Placement):
         self._block_sizes[asked.model] = 0 if isinstance(wanted, UnsetType) else wanted
         rank = None if isinstance(chosen.dp_rank_local, UnsetType) else chosen.dp_rank_local
         return Placed(asked, backend, answer, waited_s=took_s, predicted=_predicted(result), dp_rank=rank)
+
+    def _warn_of_lateness(self) -> None:
+        """Says once if what was set for late requests is of no use with the scheduler's policy."""
+        if self._config.lateness and not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "%s has no effect: the scheduler's policy refuses nothing that would be late, so that no request waits "
+                "or is shed for that; the policy slo does",
+                self._config.lateness,
+            )
 
     def release(self, placed: Placed, *, completed: bool) -> None:
         """Releases what the engine's own status does not tell of: in full mode that is only what it did not take."""

@@ -80,6 +80,11 @@ class Policy:
         return HIT_COLUMN in names or "predicted_ttft" in names
 
     @property
+    def refuses_late(self) -> bool:
+        """Whether it refuses requests that would rather wait than be late."""
+        return "may_wait" in self.reads
+
+    @property
     def _filters(self) -> list[f.Filter | f.GroupFilter]:
         return [one for stage in self.stages.values() for one in stage.filters]
 

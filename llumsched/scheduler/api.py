@@ -311,6 +311,7 @@ class Api:
             dp_rank_local=UNSET if self._is_alone(instance) else metadata.dp_local_rank,
             predicted_ttft=predicted.get("predicted_ttft", UNSET),
             predicted_tpot=predicted.get("predicted_tpot", UNSET),
+            refuses_late=self._dispatcher.policy.refuses_late or UNSET,
         )
 
     def _is_alone(self, instance: Instance) -> bool:

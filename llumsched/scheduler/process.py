@@ -193,6 +193,11 @@ class SchedulerConfig:
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     credentials: Credentials = field(default=NONE, repr=False)
 
+    @property
+    def knows_caches(self) -> bool:
+        """Whether it follows what prefix caches hold."""
+        return self.cache_aware or HIT_COLUMN in self.policy.reads
+
 
 @dataclass(frozen=True)
 class RunningScheduler:
@@ -257,7 +262,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
 
 def _hits(config: SchedulerConfig) -> PrefixHits | None:
     """What is known of prefix caches; None if nobody asks for it."""
-    if not (config.cache_aware or HIT_COLUMN in config.policy.reads):
+    if not config.knows_caches:
         return None
     sent_blocks = config.cache_sent_blocks if config.policy.mode is Mode.LITE else 0
     return PrefixHits(PrefixIndex(config.cache_index_blocks), sent_blocks=sent_blocks)

@@ -46,6 +46,10 @@ async def test_all_faults_are_listed_at_once(llumnix: Llumnix) -> None:
     assert "needs --llm-backend-endpoints" in done.err
     assert "--scheduler-endpoints is of no use" in done.err
     assert "needs --scheduler-endpoints" in (await llumnix("gateway")).err
+    local = ("gateway", "--scheduling-policy", "round-robin", "--llm-backend-endpoints", "127.0.0.1:1")
+    for flag in ("--shed-priority", "--late-wait"):
+        done = await llumnix(*local, flag, "5")
+        assert (done.code, f"{flag} is of no use with --scheduling-policy round-robin" in done.err) == (2, True)
 
 
 @pytest.mark.asyncio

@@ -65,6 +65,7 @@ class MockScheduler:
     dp_rank_local: int | None = None
     prompt_block_size: int | None = None
     cached_tokens: int | None = None
+    refuses_late: bool = False
     predicted_ms: tuple[float, float] | None = None
     """To the first token, and between two."""
     is_warming: bool = False
@@ -111,6 +112,8 @@ class MockScheduler:
             instance["dp_rank_local"] = self.dp_rank_local
         if self.prompt_block_size is not None:
             instance["prompt_block_size"] = self.prompt_block_size
+        if self.refuses_late:
+            instance["refuses_late"] = True
         if self.cached_tokens is not None:
             instance["cached_tokens"] = self.cached_tokens
         if self.predicted_ms is not None:
@@ -389,6 +392,29 @@ async def test_a_header_that_says_no_priority_is_refused_before_anybody_is_asked
             reply = await it.post(COMPLETIONS, BODY, {"X-Priority": wrong})
             assert (reply.status, "`X-Priority`" in reply.json["error"]["message"]) == (400, True)
         assert not scheduler.of("/schedule")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("settings", "refuses_late", "told"),
+    [
+        ({"shed_priority": 5}, False, "--shed-priority has no effect"),
+        ({"late_wait_s": 5.0}, False, "--late-wait has no effect"),
+        ({"shed_priority": 5}, True, ""),
+        ({}, False, ""),
+    ],
+)
+async def test_settings_for_late_requests_without_a_policy_for_them_are_told_once(
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], refuses_late: bool, told: str
+) -> None:
+    async with scheduled(**settings) as (it, scheduler):
+        scheduler.refuses_late = refuses_late
+        await it.post(COMPLETIONS, BODY)
+        assert "no effect" not in caplog.text, "it has no objectives"
+        for _ in range(2):
+            await it.post(COMPLETIONS, BODY, {"x-llm-d-slo-ttft-ms": "500"})
+    assert caplog.text.count("no effect") == bool(told)
+    assert told in caplog.text
 
 
 @pytest.mark.asyncio

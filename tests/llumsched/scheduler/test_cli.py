@@ -253,6 +253,9 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
         (["--cms-redis-host=h/../etc", "--cms-redis-port=70000"],
          ["--cms-redis-host 'h/../etc' is not a host", "--cms-redis-port '70000' is not a port"]),
         (["--cms-redis-host=10.0.0.5:6379"], ["--cms-redis-host the redis:// URL is not one"]),
+        (["--cache-index-blocks=9"], ["--cache-index-blocks is of no use with the policy load-balance"]),
+        (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1", "--cache-sent-blocks=9"],
+         ["--cache-sent-blocks is of no use with the policy load-balance"]),
         (["--standalone-rescheduling-mode"], ["--standalone-rescheduling-mode is for `llumnix rescheduler`"]),
     ],
 )  # fmt: skip
@@ -261,6 +264,11 @@ def test_all_faults_at_once(arguments: list[str], faults: list[str]) -> None:
     assert len(said) == len(faults)
     for fault in faults:
         assert any(fault in one for one in said), said
+
+
+@pytest.mark.parametrize("policy", ["--scheduling-policy=prefix-cache", "--enable-cache-aware-scheduling"])
+def test_the_index_has_a_size_where_caches_are_known(policy: str) -> None:
+    assert config(policy, "--cache-index-blocks=9").cache_index_blocks == 9
 
 
 def test_profiles_are_read_before_anything_starts(tmp_path: Path) -> None:

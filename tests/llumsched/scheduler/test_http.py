@@ -321,6 +321,7 @@ async def test_the_answer_has_the_predictions_that_the_request_was_placed_by(pol
         }
         told = {name: value for name, value in one.items() if name.startswith("predicted")}
         assert told == (pytest.approx(expected_ms, rel=0.02) if is_told else {})
+        assert one.get("refuses_late", False) is is_told
 
 
 async def test_a_policy_by_predictions_places_before_anything_is_predicted(client: Client) -> None:

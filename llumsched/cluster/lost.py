@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instances that have gone without a word: silent, or cut off, and not come back.
 
-Nothing is sent to them, so they are in no view. But they say something of who shares a failure domain with them, for as
-long as a reader cares (`--instance-staleness-seconds`).
+Nothing is sent to them, so they are in no view. But they say something of who shares a failure domain with them, for
+`FAILS_S`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Final
 
 from llumsched.cluster.instance import Instance
 
+FAILS_S: Final = 60.0
+"""Time for which a lost instance counts as failed for who shares its failover domain."""
 _MOST: Final = 10_000
 
 

@@ -15,6 +15,7 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES, redis_name
 from llumlet.types import Address
 from llumsched.cluster.view import View
+from llumsched.cms.intake import PATIENCE, Patience
 
 LISTEN: Final = "listen://"
 
@@ -60,23 +61,28 @@ def name_of(url: str) -> str:
     return redis_name(url) if url.startswith(REDIS_SCHEMES) else url
 
 
-def open_store(url: str, credentials: Credentials = NONE, *, insecure: bool = False) -> Store:
-    """The store of `url`, not yet started. `insecure`: listen beyond loopback without complete credentials.
+def open_store(
+    url: str, credentials: Credentials = NONE, *, insecure: bool = False, silent_s: float = PATIENCE.silent_s
+) -> Store:
+    """The store of `url`, not yet started. `insecure`: listen beyond loopback without complete credentials. `silent_s`:
+    silence after which an instance is gone, unless another process keeps the view; never less than usual, as an idle
+    instance says something once a second only.
 
     Raises ValueError for a URL that is none of the forms above, and for a host that must not be listened at.
     """
     faults = store_faults(url)
     if faults:
         raise ValueError("; ".join(faults))
+    patience = Patience(silent_s=max(silent_s, PATIENCE.silent_s))
     # Each form has needs of its own (a server, the Redis client), which the others need not have installed.
     if url.startswith(REDIS_SCHEMES):
         from llumsched.cms.redis import RedisStore
 
-        return RedisStore(url)
+        return RedisStore(url, patience=patience)
     if url.startswith(LISTEN):
         from llumsched.cms.embedded import EmbeddedStore
 
-        return EmbeddedStore(*_listen_address(url), credentials=credentials, insecure=insecure)
+        return EmbeddedStore(*_listen_address(url), credentials=credentials, insecure=insecure, patience=patience)
     from llumsched.cms.watch import WatchStore
 
     return WatchStore(Address.parse(url), credentials)

@@ -118,7 +118,8 @@ class Dispatch:
     staleness_s: float | None = _dispatch.setting(
         None,
         STALENESS,
-        "silence after which an instance gets nothing (default: the policy's, 60)",
+        "an instance whose last status is older gets nothing; from 10 s on, it is also taken for gone then (default: "
+        "the policy's, 10)",
         flag="--instance-staleness-seconds",
     )
     priority_headroom: float | None = _dispatch.setting(None, HEADROOM, HEADROOM_HELP, flag="--priority-headroom")

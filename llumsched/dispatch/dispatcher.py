@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.urgency import is_urgent
 from llumsched.cluster.instance import Instance
+from llumsched.cluster.lost import FAILS_S
 from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.outlook import Outlook
@@ -126,7 +127,7 @@ class Dispatcher:
         on. That takes columns of its own, which cost something with each status. `hits`: what prefix caches hold.
         `models`: names that are known before an instance has served them."""
         self.view, self.policy, self.ledger = view, policy, ledger
-        self._staleness_s = policy.staleness_s
+        self._lost_s = FAILS_S if policy.staleness_s else 0.0
         self._forward = forward
         self.step_models = StepModels(clock, profiles)
         self.senders = Senders(clock)
@@ -262,7 +263,7 @@ class Dispatcher:
         return tried if until_s > self._clock() else frozenset()
 
     def _lost_columns(self) -> Snapshot | None:
-        lost = self.view.lost.within(self._staleness_s)
+        lost = self.view.lost.within(self._lost_s)
         if lost != self._lost[0]:
             self._lost = lost, self.table.measured(lost) if lost else None
         return self._lost[1]

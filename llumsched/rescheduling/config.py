@@ -214,7 +214,10 @@ class Config:
         FailoverDomain.INSTANCE, DOMAIN, "what fails with an instance", flag="--failover-domain"
     )
     staleness_s: float = _failover.setting(
-        60.0, STALENESS, "an instance that was silent for longer is sick", flag="--instance-staleness-seconds"
+        10.0,
+        STALENESS,
+        "an instance whose last status is older is sick; from 10 s on, it is also taken for gone then",
+        flag="--instance-staleness-seconds",
     )
 
     policy_constants: Constants = rescheduling.setting(

@@ -3,7 +3,7 @@
 
     rescheduling:
       infer_type: neutral          # or prefill, decode; any: instances of all types, each type among itself
-      failed: [schedulabilityFilter, stalenessFilter: {seconds: 60}]     # who counts as failed
+      failed: [schedulabilityFilter, stalenessFilter: {seconds: 10}]     # who counts as failed
       sources: [failoverFilter: {domain: instance}]                      # filters of those who may give
       destinations: [failoverFilter: {domain: instance}]                 # … and take
       selector:

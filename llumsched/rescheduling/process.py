@@ -58,7 +58,7 @@ async def serve(
     """
     async with contextlib.AsyncExitStack() as stack:
         registry = CollectorRegistry()
-        store = open_store(cms, credentials)
+        store = open_store(cms, credentials, silent_s=config.staleness_s)
         await store.start()
         stack.push_async_callback(store.close)
         lease = lease_of(cms)

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES
 from llumsched.cluster.forward import move_on
+from llumsched.cluster.lost import FAILS_S
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.providers.step_models import StepModels
@@ -197,7 +198,7 @@ class Rescheduler:
         instances = list(self._view.values())
         history.seen(instances)
         history.forget_expired(now_s)
-        lost = self._view.lost.within(config.staleness_s)
+        lost = self._view.lost.within(FAILS_S)
         # Instances are as old as the view, moves are not.
         view_s = now_s - self._view.age_s
         snapshot = reported = self._table.snapshot(lost)

@@ -220,7 +220,9 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         if config.policy.mode is Mode.LITE:
             store = StaticEngines(config.backend_endpoints, api_key=config.backend_api_key)
         else:
-            store = open_store(config.cms, config.credentials, insecure=config.insecure)
+            store = open_store(
+                config.cms, config.credentials, insecure=config.insecure, silent_s=config.policy.staleness_s
+            )
         stack.push_async_callback(store.close)
         await store.start()
         registry = CollectorRegistry()

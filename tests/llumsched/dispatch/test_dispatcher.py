@@ -177,6 +177,8 @@ def test_what_is_remembered_is_forgotten() -> None:
     cluster = Cluster(full(), *"ab")
     for number in range(50):
         cluster.now += 1.0
+        for name in "ab":
+            cases.put(cluster.view, name, update_id=number + 2)
         cluster.place(f"r{number}")
         cluster.account.expire()
     assert len(cluster.dispatcher._placed) <= 11

@@ -52,7 +52,7 @@ def test_load_balance(infer_type: InferType, metrics: list[str], threshold: floa
     assert described(policy, infer_type) == (metrics, filters, "metricBasedSelector")
     stage = policy.stages[infer_type]
     assert MetricBasedFilter(stage.metrics[0], threshold) in stage.filters
-    assert StalenessFilter(60) in stage.filters
+    assert StalenessFilter(10) in stage.filters
     assert stage.filters.groups == (FailoverFilter("instance"),)  # type: ignore[arg-type]
 
 

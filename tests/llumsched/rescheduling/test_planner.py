@@ -618,7 +618,7 @@ def test_nothing_goes_back_while_the_pair_cools_down() -> None:
 
 
 def test_destination_that_refused_is_avoided_and_another_tried() -> None:
-    config = balancing(avoid_s=10.0)
+    config = balancing(avoid_s=10.0, staleness_s=60.0)
     history = History(config)
     cluster = [instance("hot", 0.8), instance("b"), instance("c", 0.1)]
     history.destination_failed("b", 0.0)

@@ -72,6 +72,26 @@ async def test_the_node_of_a_crashed_instance_is_emptied_and_gets_nothing(schedu
         assert {"a", "b"} <= {scheduler.dispatcher.schedule(one)[0].instance.id for one in requests}
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("staleness_s", "gone_s"), [(None, 10.0), (5.0, 10.0), (30.0, 30.0)])
+async def test_an_instance_is_gone_after_the_silence_that_was_set(staleness_s: float | None, gone_s: float) -> None:
+    """Or after ten seconds, if that is less: then it is there, and refused for its old status."""
+    policy = load_policy("load-balance", Mode.FULL, Overrides(staleness_s=staleness_s))
+    assert policy.staleness_s == (staleness_s or 10.0)
+    running = await serve(SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0))
+    try:
+        intake, now_s = running.store._intake, 0.0  # type: ignore[attr-defined]
+        intake._clock = lambda: now_s
+        intake.metadata(cases.metadata("a", incarnation="1"))
+        for now_s, is_there in ((gone_s - 0.5, True), (gone_s + 0.5, False)):
+            intake._swept_s = now_s - SWEEP_S
+            intake.sweep()
+            assert ("a" in running.view) is is_there
+        assert "a" in running.view.lost
+    finally:
+        await running.close()
+
+
 def test_a_good_bye_counts_after_a_silence_too() -> None:
     now_s = 0.0
     view = View(lambda: now_s)

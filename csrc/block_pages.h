@@ -46,8 +46,15 @@ struct Page {
 LLUMNIX_HOST_DEVICE inline Page page_of(const BlockCopy& copy, int64_t index) {
   const int64_t block = index / copy.num_layers;
   const int64_t layer = index % copy.num_layers;
-  int64_t at = 0;
-  while (at + 1 < copy.num_regions && copy.regions[at + 1].first_layer <= layer) ++at;
+  // The last region that begins at this layer or before: pages that are cut have thousands of them.
+  int64_t at = 0, behind = copy.num_regions;
+  while (behind - at > 1) {
+    const int64_t middle = at + (behind - at) / 2;
+    if (copy.regions[middle].first_layer <= layer)
+      at = middle;
+    else
+      behind = middle;
+  }
   const Region& region = copy.regions[at];
   const int64_t within = layer - region.first_layer;
   uint8_t* stored = copy.storage + region.offset + within * region.layer_stride + copy.ids[block] * region.block_stride;

@@ -119,7 +119,7 @@ def check_pull(device: torch.device, transport: str) -> Part:
     step()
     source_ids = np.random.default_rng(1).permutation(BLOCKS).tolist()
     with (
-        offered(PeerMemory, "benchmarks.gpu_check", "--serve-worker", device.type, str(BLOCKS)) as peer,
+        offered(PeerMemory, "benchmarks.gpu_check", "--serve-worker", str(device), str(BLOCKS)) as peer,
         worker_on(device, memory_of(2, BLOCKS)) as (storage, info),
     ):
         until = time.monotonic() + SECONDS

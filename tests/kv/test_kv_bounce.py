@@ -23,11 +23,12 @@ import torch
 
 from tests.kv.fakes import Memory, describe, pull_of, until
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv import bounce
+from vllm_llumnix.kv import bounce, kernels
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.blocks_tcp import receive_into, send_from
 from vllm_llumnix.kv.bounce import Bounced
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv.kernels import Chunk, Uploaded
 from vllm_llumnix.kv.memory import Cuttable, HostMemory
 from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.kv.process import NoncePage
@@ -57,11 +58,11 @@ class FakeDevice(Cuttable):
     one whose buffer was touched meanwhile.
     """
 
-    chunk_blocks = CHUNK_BLOCKS
     layers_outermost = False
 
     def __init__(self, memory: Memory, hook: Hook = lambda step: None) -> None:
         self.layout = memory.blocks
+        self.chunk_bytes = CHUNK_BLOCKS * memory.blocks.bytes_per_block
         self.under_way = 0
         self.hook = hook
         self._host = HostMemory(memory.blocks)
@@ -79,19 +80,23 @@ class FakeDevice(Cuttable):
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def begin_gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> FakeCopy:
-        return self._begin("gather", block_ids, buffer.fill_(POISON))
+    def ids(self, block_ids: Sequence[int]) -> Uploaded:
+        return Uploaded.to(torch.device("cpu"), block_ids)
 
-    def begin_scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> FakeCopy:
-        return self._begin("scatter", block_ids, buffer)
+    def begin_gather(self, chunk: Chunk, buffer: torch.Tensor) -> FakeCopy:
+        return self._begin("gather", chunk, buffer.fill_(POISON))
 
-    def _begin(self, step: str, block_ids: Sequence[int], buffer: torch.Tensor) -> FakeCopy:
+    def begin_scatter(self, chunk: Chunk, buffer: torch.Tensor) -> FakeCopy:
+        return self._begin("scatter", chunk, buffer)
+
+    def _begin(self, step: str, chunk: Chunk, buffer: torch.Tensor) -> FakeCopy:
         before, copy = buffer.clone(), FakeCopy()
 
         def carry_out() -> None:
             self.hook(step)
             assert torch.equal(buffer, before), f"a buffer was touched before its {step} was over"
-            (self._host.gather if step == "gather" else self._host.scatter)(block_ids, buffer)
+            copying = kernels.gather if step == "gather" else kernels.scatter
+            copying(self._host.storage, chunk.layout, chunk.ids, buffer)
 
         self.under_way += 1
         self._queue.put((copy, carry_out))

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.kv.fakes import (
+    FakeEvent,
     FakeStream,
     FakeWorker,
     Memory,
@@ -33,13 +34,14 @@ from tests.kv.fakes import (
     until,
 )
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv import data_plane, mover
+from vllm_llumnix.kv import data_plane, kernels, mover
 from vllm_llumnix.kv import memory as kv_memory
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.cuda_share import require_plausible
 from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES, CAPTURES, Grants
+from vllm_llumnix.kv.kernels import plan
 from vllm_llumnix.kv.memory import CudaMemory, HostMemory
 from vllm_llumnix.kv.messages import CudaShare, MoverInfo, PeerMemory, PullReport
 from vllm_llumnix.kv.mover import Mover
@@ -160,13 +162,16 @@ def test_local(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(local_cuda, "mapped", fake_mapped)
     monkeypatch.setattr(local_cuda, "TURN_SECONDS", 0.0)
+    done = threading.Event()
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda event: done.wait(20.0))
     transport = LocalCudaTransport(torch.from_numpy(here.bytes), here.blocks)
     described = peer(there, cuda=shared(there))
     transport.probe(described)
     ids, other_ids = [5, 0, 31, 7, 8], [1, 2, 3, 30, 0]
-    sizes = list(transport.pull(pull_of(described, ids, other_ids), 2 * there.blocks.bytes_per_block))
-    assert sum(sizes) == 5 * here.blocks.bytes_per_block
-    assert 0 in sizes  # the mover is not held up by the GPU
+    turns = iter(transport.pull(pull_of(described, ids, other_ids), 2 * there.blocks.bytes_per_block))
+    assert [next(turns), next(turns)] == [0, 0], "the mover is not held up by the GPU"
+    done.set()
+    assert sum(turns) == 5 * here.blocks.bytes_per_block
     moved = dict(zip(other_ids, ids, strict=True))
     for block in range(32):
         assert here.block(block) == (there.block(moved[block]) if block in moved else before.block(block))
@@ -179,6 +184,94 @@ def test_local(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.synchronized == waited + 1
     assert len(mapped) == 1
     transport.close()
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["some blocks at a time", "parts of a block at a time"])
+def test_a_round_uploads_its_ids_once(large: bool, peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the tables of both layouts, whatever the number of chunks."""
+    uploaded: list[int] = []
+    stock = plan.on_device
+
+    def on_device(words: Any, device: torch.device) -> torch.Tensor:
+        uploaded.append(len(words))
+        return stock(words, device)
+
+    monkeypatch.setattr(plan, "on_device", on_device)
+    monkeypatch.setattr(kernels, "_settled", {torch.device("cpu"): "torch"})
+    there, here = Memory(shapes=SHAPES, seed=1), Memory("BLHNC", SHAPES, seed=2)
+    monkeypatch.setattr(local_cuda, "mapped", lambda *_: torch.from_numpy(there.bytes))
+    block = there.blocks.bytes_per_block
+    monkeypatch.setattr(local_cuda, "BUFFER_BYTES", block // 2 if large else 8 * block)
+    transport = LocalCudaTransport(torch.from_numpy(here.bytes), here.blocks)
+    ids, other_ids = [5, 0, 31, 7, 8], [1, 2, 3, 30, 0]
+    sizes = list(transport.pull(pull_of(peer(there, cuda=shared(there)), ids, other_ids), block))
+    assert len([size for size in sizes if size]) == (15 if large else 5)
+    for theirs, ours in zip(ids, other_ids, strict=True):
+        assert here.block(ours) == there.block(theirs)
+    assert uploaded == [5, 5]
+    uploaded.clear()
+    buffer = torch.zeros(5 * block, dtype=torch.uint8)
+    on_gpu(there).gather(ids, buffer)
+    assert uploaded == [5]
+    transport.close()
+
+
+def test_large_blocks_cross_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block of dozens of MiB no lane and no buffer holds all."""
+    monkeypatch.setattr(kv_memory, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kv_memory, "LARGE_BLOCK_BYTES", 9000)
+    there, here = Memory(shapes=SHAPES, seed=1), Memory("BLHNC", SHAPES, seed=2)
+    source, destination = on_gpu(there), on_gpu(here)
+    assert source.chunk_bytes == 9000 < there.blocks.bytes_per_block
+    buffer = torch.zeros(2 * there.blocks.bytes_per_block, dtype=torch.uint8)
+    source.gather([5, 0], buffer)
+    destination.scatter([1, 30], buffer)
+    assert [here.block(1), here.block(30)] == [there.block(5), there.block(0)]
+    one_page = Memory(shapes=[(1, 20_000)], seed=1)
+    assert on_gpu(one_page).chunk_bytes == 20_000, "a page at least"
+
+
+def out_of(memory: str) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 200.00 MiB for {memory}\nmore")
+
+    return full
+
+
+@pytest.mark.parametrize("of", ["lanes", "trial", "local"])
+@pytest.mark.asyncio
+async def test_without_gpu_memory_for_copying_a_worker_starts_without_moves(
+    of: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says why. No backend is blamed for it."""
+    match of:
+        case "lanes":
+            monkeypatch.setattr(kv_memory, "_Lane", out_of(of))
+        case "trial":
+            monkeypatch.setattr(torch, "empty_like", out_of(of))
+        case "local":
+            monkeypatch.setattr(data_plane, "LocalCudaTransport", out_of(of))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    memory = Memory(shapes=SHAPES, seed=2)
+    monkeypatch.setattr(data_plane, "share", lambda _: shared(memory))
+    worker = FakeWorker(memory, device="cuda")
+    info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("local", "tcp"))), type=MoverInfo)
+    why = info.memory.unavailable or ""
+    try:
+        assert why.startswith(
+            "no GPU memory for copying blocks; a lower --gpu-memory-utilization leaves some: CUDA out"
+        )
+        assert why.endswith(f"200.00 MiB for {of}")
+        assert info.passed_over == ()
+        assert (info.memory.tcp, info.memory.cuda) == (None, None)
+        assert f"KV blocks of this worker cannot be moved: {why}" in caplog.text
+        client = MoverClient(info)
+        with source_process(CAPABILITY, seed=1, shapes=SHAPES) as source:
+            report = await client.pull(pull_of(source.peer, [3], [8], transport="tcp", capability=CAPABILITY))
+            assert report.error == f"no transport 'tcp': {why}"
+        client.close()
+    finally:
+        stop_mover(worker)
 
 
 def test_local_says_why_not(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

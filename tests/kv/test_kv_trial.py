@@ -22,7 +22,8 @@ from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.kernels import native, reference, trial
-from vllm_llumnix.kv.kernels.plan import BlockCopy
+from vllm_llumnix.kv.kernels.plan import BlockCopy, alignment_of
+from vllm_llumnix.kv.layout import BlockLayout, Cut
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
@@ -82,13 +83,20 @@ def test_what_copies_rightly_is_taken(order: str) -> None:
     assert kernels.settle(Memory(order, SHAPES).blocks, CPU) == ("cpp", ())
 
 
-def test_a_device_without_memory_for_the_trial_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["before", "in a copy"])
+def test_a_device_without_memory_for_the_trial_blames_no_backend(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the slowest one would copy for as long as the engine lives, for a moment's lack."""
+
     def full(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 MiB")
 
-    monkeypatch.setattr(torch, "empty_like", full)
-    why = "no memory to try it: CUDA out of memory. Tried to allocate 8.00 MiB"
-    assert kernels.settle(Memory(shapes=SHAPES).blocks, CPU) == ("torch", (f"cpp: {why}",))
+    if where == "before":
+        monkeypatch.setattr(torch, "empty_like", full)
+    else:
+        monkeypatch.setattr(native, "copy_blocks_cpu", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        kernels.settle(Memory(shapes=SHAPES).blocks, CPU)
+    assert not kernels._settled
 
 
 def test_the_next_one_is_taken(broken: tuple[str, list[BlockCopy]], caplog: pytest.LogCaptureFixture) -> None:
@@ -139,17 +147,62 @@ def test_the_trial_has_the_pages_and_the_alignment_of_the_worker(order: str) -> 
     small = trial.few_blocks(layout)
     assert small.storage_bytes <= 3 * layout.bytes_per_block
     for ours, theirs in zip(small.regions, layout.regions, strict=True):
-        assert (ours.num_layers, ours.page_bytes) == (theirs.num_layers, theirs.page_bytes)
+        assert (ours.num_layers, ours.page_bytes) == (min(2, theirs.num_layers), theirs.page_bytes)
         for field in ("offset", "layer_stride", "block_stride"):
             assert getattr(ours, field) % 16 == getattr(theirs, field) % 16
 
 
+def test_the_trial_of_a_large_block_is_small() -> None:
+    """A hybrid's block has dozens of MiB, of which the model has left next to none."""
+    for order in ("LBNHC", "BLNHC"):
+        layout = Memory(order, [(24, 65536)], num_blocks=3).blocks
+        assert trial.few_blocks(layout).storage_bytes <= 4 * 65536 < layout.bytes_per_block
+
+
+def inside(order: str, vector: int) -> BlockLayout:
+    """Pages of 4 heads and 8 tokens, on a GPU."""
+    heads, tokens = 4, 8
+    strips = ((1, vector * heads if order.endswith("NHC") else vector),)
+    memory = Memory(order, [(3, heads * tokens * vector)], num_blocks=5, heads=heads, tokens=tokens, strips=strips)
+    return memory.blocks
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC"])
+@pytest.mark.parametrize("vector", [512, 68, 6])
+def test_the_trial_has_all_that_a_move_may_ask_for(order: str, vector: int) -> None:
+    """Triton compiles for each alignment, and a GPU faults at a wrong one: parts of pages have others than pages."""
+    layout = inside(order, vector)
+    tried = {(alignment_of(form), len(form.regions) > 1) for form in trial.forms(trial.few_blocks(layout))}
+    heads, tokens = ([count for count in range(1, number + 1) if number % count == 0] for number in (4, 8))
+    for of, counts in {"heads": heads, "vectors": heads, "tokens": tokens}.items():
+        for count in counts:
+            for index in range(count):
+                cut = layout.cut(Cut(index, count, of))  # type: ignore[arg-type]
+                assert (alignment_of(cut), len(cut.regions) > 1) in tried, (of, count, index)
+    assert (alignment_of(layout), False) in tried
+
+
+def test_parts_of_pages_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole_pages_only(copy: BlockCopy, _: int) -> None:
+        if len(copy.layout.regions) > 1:
+            raise RuntimeError("no kernel image for this one")
+        reference.copy_blocks(copy)
+
+    monkeypatch.setattr(native, "copy_blocks_cpu", whole_pages_only)
+    choice = kernels.settle(inside("LBNHC", 512), CPU)
+    why = "cpp: gather of 2 blocks in 8 regions: RuntimeError: no kernel image for this one"
+    assert choice == ("torch", (why,))
+
+
 def test_triton_compiles_one_form_for_all_sizes() -> None:
-    """Without this, a count of 1 or one that 16 divides is another kernel, compiled in the middle of a move."""
+    """Without this, a count of 1 or one that 16 divides is another kernel, compiled in the middle of a move. So is a
+    number of regions that is a constant."""
     from vllm_llumnix.kv.kernels import triton_copy
 
     sizes = {param.name: param.do_not_specialize for param in triton_copy._copy_pages.params}
-    assert all(sizes[name] for name in ("num_pages", "num_layers", "block_words"))
+    assert all(sizes[name] for name in ("num_pages", "num_layers", "block_words", "num_regions"))
+    constants = {param.name for param in triton_copy._copy_pages.params if param.is_constexpr}
+    assert constants == {"TO_BUFFER", "VECTOR", "CHUNK"}, "which the trial goes through"
 
 
 @pytest.mark.parametrize(

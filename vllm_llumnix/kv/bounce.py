@@ -22,6 +22,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 
 from vllm_llumnix.kv.blocks_tcp import receive_into, send_from
+from vllm_llumnix.kv.kernels import Chunk, Uploaded, in_chunks
 from vllm_llumnix.kv.layout import BlockLayout
 
 DEPTH: Final = 2
@@ -37,19 +38,22 @@ class Copy(Protocol):
 class Device(Protocol):
     """Memory in which blocks lie and which sockets do not reach. Thread-safe.
 
-    chunk_blocks: how many cross at a time, at the most.
+    chunk_bytes: how many cross at a time, at the most.
     """
 
     layout: BlockLayout
-    chunk_blocks: int
+    chunk_bytes: int
+
+    def ids(self, block_ids: Sequence[int]) -> Uploaded:
+        """The ids of a transfer, where the device finds them."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """A row of bytes in main memory."""
 
-    def begin_gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> Copy:
+    def begin_gather(self, chunk: Chunk, buffer: torch.Tensor) -> Copy:
         """Blocks into all of a buffer, in the order of `kernels`. If it raises, nothing is copied any more."""
 
-    def begin_scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> Copy:
+    def begin_scatter(self, chunk: Chunk, buffer: torch.Tensor) -> Copy:
         """Begins the way back."""
 
 
@@ -70,11 +74,10 @@ class Bounced:
             raise ValueError("blocks of a GPU travel block by block")
         if not all(0 <= block < layout.num_blocks for block in block_ids):
             raise ValueError(f"block ids are not all within 0 to {layout.num_blocks - 1}")
-        step = device.chunk_blocks
         self.left = len(block_ids) * layout.bytes_per_block
         self._device = device
-        self._chunks = deque(list(block_ids[at : at + step]) for at in range(0, len(block_ids), step))
-        size = min(len(block_ids), step) * layout.bytes_per_block
+        self._chunks = deque(in_chunks(layout, device.ids(block_ids), device.chunk_bytes))
+        size = max((chunk.num_bytes for chunk in self._chunks), default=0)
         self._free = deque(device.buffer(size) for _ in range(min(DEPTH, len(self._chunks))))
         self._under_way: deque[_UnderWay] = deque()
         """The device's, oldest first."""
@@ -114,12 +117,12 @@ class Bounced:
             while self._under_way:
                 stack.callback(self._under_way.pop().copy.synchronize)
 
-    def _begin(self, begin: Callable[[Sequence[int], torch.Tensor], Copy], buffer: torch.Tensor) -> None:
+    def _begin(self, begin: Callable[[Chunk, torch.Tensor], Copy], buffer: torch.Tensor) -> None:
         size = self._next_size()
         self._under_way.append(_UnderWay(buffer, size, begin(self._chunks.popleft(), buffer[:size])))
 
     def _next_size(self) -> int:
-        return len(self._chunks[0]) * self._device.layout.bytes_per_block
+        return self._chunks[0].num_bytes
 
     def _advance(self, num_bytes: int) -> None:
         self._rest = self._rest[num_bytes:]

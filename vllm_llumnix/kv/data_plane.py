@@ -62,7 +62,8 @@ class _Staged(NamedTuple):
 
 
 class DataPlane:
-    """The data plane of one worker, running from here on. `unavailable`: why none of its blocks can be moved, if so.
+    """The data plane of one worker, running from here on. `unavailable`: why none of its blocks can be moved, if so; a
+    GPU without memory for copying them is such a reason.
 
     Raises OSError, ValueError, `zmq.ZMQError` if an endpoint cannot be had, TransportUnavailable without a transport
     that is required.
@@ -85,13 +86,16 @@ class DataPlane:
         # Torch allocates on a thread's current device, which is the first one unless somebody says otherwise.
         self._at_start = partial(torch.cuda.set_device, worker.device) if device == "cuda" else lambda: None
         transports: list[Transport] = []
+        if self.unavailable is None:
+            storage = storage_of(worker.model_runner) if device == "cuda" else None
+            try:
+                memory = HostMemory(self.layout) if storage is None else CudaMemory(self.layout, storage)
+                transports = self._open(memory, storage)
+            except torch.OutOfMemoryError as error:
+                self._do_without(error)
         if self.unavailable is not None:
             self.missing = dict.fromkeys(settings.transports, self.unavailable)
             logger.warning("KV blocks of this worker cannot be moved: %s", self.unavailable)
-        else:
-            storage = storage_of(worker.model_runner) if device == "cuda" else None
-            memory = HostMemory(self.layout) if storage is None else CudaMemory(self.layout, storage)
-            transports = self._open(memory, storage)
         self.mover = Mover(
             rank=worker.rank,
             layout=self.layout,
@@ -131,6 +135,15 @@ class DataPlane:
     @property
     def _engines(self) -> list[MooncakeEngine | NixlEngine]:
         return [staged.engine for staged in self._staged.values()]
+
+    def _do_without(self, error: torch.OutOfMemoryError) -> None:
+        """The model has its memory, and serves: it is copying that has none."""
+        self.unavailable = f"no GPU memory for copying blocks; a lower --gpu-memory-utilization leaves some: {error}"
+        self.unavailable = self.unavailable.splitlines()[0]
+        for engine in self._engines:
+            engine.close()
+        self._staged.clear()
+        self._shared = None
 
     def _open(self, memory: BlockMemory, storage: torch.Tensor | None) -> list[Transport]:
         """The transports that are wanted and can be had; and what peers read through is served. `storage`: a GPU's."""

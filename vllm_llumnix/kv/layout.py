@@ -27,8 +27,13 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 OfStates: TypeAlias = Literal["recurrent", "inputs"]
 OfHeads: TypeAlias = Literal["heads", "vectors"]
+OfPages: TypeAlias = OfHeads | Literal["tokens"]
 
 ADDRESS_SPACE = 2**63
+_OF_PAGES: Final[tuple[OfPages, ...]] = ("heads", "vectors", "tokens")
+_OF_STATES: Final[tuple[OfStates, ...]] = ("recurrent", "inputs")
+_MOST_DRAFTS: Final = 16
+"""The inputs behind so many have places of every alignment."""
 _MOST_PIECES: Final = 1 << 14
 """Of a page, when it is cut: 128 heads of 128 dimensions each have one on a CPU."""
 
@@ -82,7 +87,7 @@ class Cut(msgspec.Struct, frozen=True):
 
     index: int
     count: int
-    of: OfHeads | Literal["tokens"] | OfStates = "heads"
+    of: OfPages | OfStates = "heads"
 
 
 class Cuts(NamedTuple):
@@ -182,11 +187,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
         if cut.of in ("recurrent", "inputs"):
             yield from self._parts_of_states(region, cut)
             return
-        there_are = {
-            "heads": self.heads,
-            "vectors": self.heads * self.has_vectors,
-            "tokens": self.tokens * bool(self.strips),
-        }[cut.of]
+        there_are = self._parts[cut.of]
         if not (0 <= cut.index < cut.count and there_are and there_are % cut.count == 0):
             raise ValueError(f"part {cut.index} of {cut.count} of pages with {there_are or 'unknown'} {cut.of}")
         if cut.of == "vectors":
@@ -195,6 +196,15 @@ class BlockLayout(msgspec.Struct, frozen=True):
         for offset, length in self._pieces_of(region) if cut.of == "tokens" else self._rows_of(region):
             part = length // cut.count
             yield offset + cut.index * part, part
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        """How many parts a page may be cut into, by what they are parts of."""
+        return {
+            "heads": self.heads,
+            "vectors": self.heads * self.has_vectors,
+            "tokens": self.tokens * bool(self.strips),
+        }
 
     @property
     def has_vectors(self) -> bool:
@@ -239,6 +249,27 @@ class BlockLayout(msgspec.Struct, frozen=True):
                 yield at, self.tokens * strip.token_bytes
                 at += self.tokens * strip.token_bytes
 
+    def cuts(self) -> Iterator[Cut]:
+        """All kinds of cuts that a move may ask of these pages: into as many parts as there may be, of each the last;
+        of states, those behind the first drafts."""
+        of_pages = (Cut(count - 1, count, of) for of in _OF_PAGES for count in range(1, self._parts[of] + 1))
+        of_states = (cut.source for kind in _OF_STATES for k in range(_MOST_DRAFTS) if (cut := cuts_behind(k, kind)))
+        return filter(self._is_possible, [*of_pages, *filter(None, of_states)])
+
+    def _is_possible(self, cut: Cut) -> bool:
+        try:
+            self.cut(cut)
+        except ValueError:
+            return False
+        return True
+
+    def split(self, max_bytes: int) -> tuple[BlockLayout, ...]:
+        """The same memory, a block of which is copied in turns: layouts of neighbouring pages, of `max_bytes` at the
+        most, or of one page. Two layouts with the same pages are split alike."""
+        if self.bytes_per_block <= max_bytes:
+            return (self,)
+        return _split(self, max_bytes)
+
     @property
     def num_layers(self) -> int:
         return sum(region.num_layers for region in self.regions)
@@ -247,6 +278,11 @@ class BlockLayout(msgspec.Struct, frozen=True):
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
         return sum(region.num_layers * region.page_bytes for region in self.regions)
+
+    @property
+    def largest_page(self) -> int:
+        """Bytes of it."""
+        return max((region.page_bytes for region in self.regions), default=0)
 
     @property
     def interior(self) -> str:
@@ -289,6 +325,27 @@ class BlockLayout(msgspec.Struct, frozen=True):
         addresses = _addresses(self, ids, layers_outermost)
         (addresses,), lengths = _merged((addresses,), _lengths(self, len(ids)))
         return addresses, lengths
+
+
+@functools.lru_cache(maxsize=16)
+def _split(layout: BlockLayout, max_bytes: int) -> tuple[BlockLayout, ...]:
+    parts: list[list[TensorRegion]] = [[]]
+    room = max_bytes
+    for region in layout.regions:
+        first = 0
+        while first < region.num_layers:
+            fit = min(region.num_layers - first, room // region.page_bytes)
+            if fit == 0 and parts[-1]:
+                parts.append([])
+                room = max_bytes
+                continue
+            num_layers = max(1, fit)
+            offset = region.offset + first * region.layer_stride
+            parts[-1].append(msgspec.structs.replace(region, offset=offset, num_layers=num_layers))
+            first += num_layers
+            room -= num_layers * region.page_bytes
+    whole = {"heads": 0, "tokens": 0, "strips": (), "states": ()}
+    return tuple(msgspec.structs.replace(layout, regions=tuple(regions), **whole) for regions in parts)
 
 
 class Pieces(NamedTuple):

@@ -21,11 +21,15 @@ import torch
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.blocks_tcp import Span
 from vllm_llumnix.kv.bounce import Bounced, Copy
+from vllm_llumnix.kv.kernels import Chunk, Uploaded
 from vllm_llumnix.kv.layout import BlockLayout, Cut
 
 SCRATCH_BYTES: Final = 1 << 20
-"""Bytes of a GPU's blocks that cross at a time; one block at least. What is said to the GPU for each is a few dozen
-microseconds, and a connection's share of a pull, 4 MiB at least, should be several of them."""
+"""Bytes of a GPU's blocks that cross at a time; one block at least, if it is no large one. What is said to the GPU for
+each is a few dozen microseconds, and a connection's share of a pull, 4 MiB at least, should be several of them."""
+LARGE_BLOCK_BYTES: Final = 4 << 20
+"""Larger blocks cross in parts: those of models with several kinds of layers have dozens of MiB, of a memory that vLLM
+has taken almost all of."""
 NUM_LANES: Final = 2
 """Lanes in each direction: blocks are collected for one while another's cross."""
 
@@ -112,7 +116,7 @@ class CudaMemory(Cuttable):
         self.layout = layout
         self.device = storage.device
         self.storage = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        self.chunk_blocks = max(1, SCRATCH_BYTES // layout.bytes_per_block)
+        self.chunk_bytes = max(SCRATCH_BYTES, min(layout.bytes_per_block, LARGE_BLOCK_BYTES), layout.largest_page)
         self._stream = torch.cuda.Stream(self.device)
         out, back = ([_Lane(self) for _ in range(NUM_LANES)] for _ in range(2))
         self._out, self._back = itertools.cycle(out), itertools.cycle(back)
@@ -130,19 +134,23 @@ class CudaMemory(Cuttable):
     def transfer(self, block_ids: Sequence[int], layers_outermost: bool) -> Transfer:
         return Bounced(self, block_ids, layers_outermost)
 
+    def ids(self, block_ids: Sequence[int]) -> Uploaded:
+        with self.at_work():
+            return Uploaded.to(self.device, block_ids)
+
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def begin_gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> Copy:
+    def begin_gather(self, chunk: Chunk, buffer: torch.Tensor) -> Copy:
         with next(self._out).turn() as (scratch, over):
-            kernels.gather(self.storage, self.layout, block_ids, scratch)
+            kernels.gather(self.storage, chunk.layout, chunk.ids, scratch)
             buffer.copy_(scratch[: len(buffer)], non_blocking=True)
         return over
 
-    def begin_scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> Copy:
+    def begin_scatter(self, chunk: Chunk, buffer: torch.Tensor) -> Copy:
         with next(self._back).turn() as (scratch, over):
             scratch[: len(buffer)].copy_(buffer, non_blocking=True)
-            kernels.scatter(self.storage, self.layout, block_ids, scratch)
+            kernels.scatter(self.storage, chunk.layout, chunk.ids, scratch)
         return over
 
     @contextlib.contextmanager
@@ -153,13 +161,13 @@ class CudaMemory(Cuttable):
             self._stream.synchronize()
 
     def _copy(
-        self, begin: Callable[[Sequence[int], torch.Tensor], Copy], block_ids: Sequence[int], buffer: torch.Tensor
+        self, begin: Callable[[Chunk, torch.Tensor], Copy], block_ids: Sequence[int], buffer: torch.Tensor
     ) -> None:
-        step, size = self.chunk_blocks, self.layout.bytes_per_block
+        ids, at = self.ids(block_ids), 0
         with contextlib.ExitStack() as stack:
-            for at in range(0, len(block_ids), step):
-                ids = block_ids[at : at + step]
-                stack.callback(begin(ids, buffer[at * size : (at + len(ids)) * size]).synchronize)
+            for chunk in kernels.in_chunks(self.layout, ids, self.chunk_bytes):
+                stack.callback(begin(chunk, buffer[at : at + chunk.num_bytes]).synchronize)
+                at += chunk.num_bytes
 
 
 class _Lane:
@@ -172,8 +180,7 @@ class _Lane:
         self._lock = threading.Lock()
         """While a copy is enqueued: its two halves belong together."""
         self._stream = torch.cuda.Stream(self._device)
-        num_bytes = memory.chunk_blocks * memory.layout.bytes_per_block
-        self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._scratch = torch.empty(memory.chunk_bytes, dtype=torch.uint8, device=self._device)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[tuple[torch.Tensor, Copy]]:

@@ -12,7 +12,8 @@ the pages of all layers, in the order of the layout's regions, without gaps:
 
 That order depends neither on the backend nor on whether layers or blocks are outermost in the storage, so a buffer
 fits every layout for which `layout.require_same_pages` holds. Some of the blocks are a range of it, `bytes_per_block`
-each: staging in turns is a matter of slicing `block_ids`.
+each: staging in turns is a matter of slicing `block_ids`. `in_chunks` does it, also with parts of large blocks; ids
+that are `Uploaded` go to the device once for all of them.
 
 `torch` is the reference and works on every device. "auto" takes the first that can be had:
 
@@ -32,15 +33,17 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.kv.kernels import native, reference, trial
-from vllm_llumnix.kv.kernels.plan import BlockCopy, planned
-from vllm_llumnix.kv.layout import BlockLayout, Ids
+from vllm_llumnix.kv.kernels.plan import BlockCopy, BlockIds, Chunk, Uploaded, in_chunks, planned
+from vllm_llumnix.kv.layout import BlockLayout
+
+__all__ = ["Backend", "Choice", "Chunk", "Uploaded", "gather", "in_chunks", "obstacle", "scatter", "settle", "why_not"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +70,9 @@ class Choice(NamedTuple):
 def settle(layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) -> Choice:
     """Try the backends on `device` with pages like the layout's; from now on "auto" is the first that is right.
 
-    Compiles whatever copies between `layout` and a buffer need to have compiled. One line in the log if a backend was
-    passed over. `torch` is what the others are held to, and taken if they fail.
+    Compiles whatever copies between `layout`, or a cut of it, and a buffer need to have compiled. One line in the log
+    if a backend was passed over. `torch` is what the others are held to, and taken if they fail. Raises
+    `torch.OutOfMemoryError` if the device has no memory to try them: that says nothing about a backend.
     """
 
     choice = _first(device, functools.partial(why_not, layout=layout, device=device, max_sms=max_sms))
@@ -77,7 +81,8 @@ def settle(layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) ->
 
 
 def why_not(backend: Backend, layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) -> str | None:
-    """What is wrong with `backend` on `device`, by carrying it out with pages like the layout's; None if nothing is."""
+    """What is wrong with `backend` on `device`, by carrying it out with pages like the layout's; None if nothing is.
+    Raises `torch.OutOfMemoryError`."""
     if backend == "torch":
         return None
     carry = functools.partial(_carry, backend, NUM_THREADS, max_sms)
@@ -87,7 +92,7 @@ def why_not(backend: Backend, layout: BlockLayout, device: torch.device, max_sms
 def gather(
     storage: torch.Tensor,
     layout: BlockLayout,
-    block_ids: Sequence[int] | Ids,
+    block_ids: BlockIds,
     buffer: torch.Tensor,
     *,
     backend: Backend = "auto",
@@ -105,7 +110,7 @@ def gather(
 def scatter(
     storage: torch.Tensor,
     layout: BlockLayout,
-    block_ids: Sequence[int] | Ids,
+    block_ids: BlockIds,
     buffer: torch.Tensor,
     *,
     backend: Backend = "auto",

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from vllm_llumnix.kv.kernels.plan import BlockCopy, on_device
+from vllm_llumnix.kv.kernels.plan import BlockCopy, table_on
 
 DIRECTORY = Path(__file__).parent
 SCATTER_STREAMING_FROM = 4096
@@ -81,9 +81,9 @@ def copy_blocks_cuda(copy: BlockCopy, max_sms: int) -> None:
     assert not isinstance(entry, str)
     device = copy.storage.device
     with torch.cuda.device(device):
-        table, ids = (on_device(words, device) for words in (copy.table, copy.ids))
+        table, ids = table_on(copy.layout, device), copy.ids_there
         stream = torch.cuda.current_stream(device).cuda_stream
-        # The memory of `table` and `ids` goes back to this stream's pool and is used again behind the kernel.
+        # The memory of `ids` goes back to this stream's pool and is used again behind the kernel.
         error = entry(ctypes.byref(arguments(copy, table.data_ptr(), ids.data_ptr())), max_sms, stream)
     if error:
         raise RuntimeError(f"the block copy was not launched: CUDA error {error}")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,12 +20,59 @@ import torch
 from vllm_llumnix.kv.layout import BlockLayout, Ids, TensorRegion
 
 
+class Uploaded:
+    """Block ids, and the same on a device, for copies that name some of them each: a slice uploads nothing.
+
+    Whoever has it keeps it until the copies are over: the memory belongs to the stream on which it was made.
+    """
+
+    def __init__(self, ids: Ids, there: torch.Tensor) -> None:
+        self.ids = ids
+        self.there = there
+
+    @classmethod
+    def to(cls, device: torch.device, block_ids: Sequence[int] | Ids) -> Uploaded:
+        """Enqueued on the current stream: others wait for that."""
+        ids = np.array(block_ids, np.int64)
+        return cls(ids, on_device(ids, device))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> Uploaded:
+        return Uploaded(self.ids[part], self.there[part])
+
+
+BlockIds: TypeAlias = Sequence[int] | Ids | Uploaded
+
+
+class Chunk(NamedTuple):
+    """Blocks, or one block's pages in part: what is copied at a time."""
+
+    layout: BlockLayout
+    ids: Uploaded | Sequence[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.ids) * self.layout.bytes_per_block
+
+
+def in_chunks(layout: BlockLayout, ids: Uploaded | Sequence[int], max_bytes: int) -> Iterator[Chunk]:
+    """The blocks in turn, `max_bytes` at a time: several blocks, or some pages of one, a page at least. Buffers of the
+    chunks, one behind the other, are a buffer of all."""
+    parts = layout.split(max_bytes)
+    step = max(1, max_bytes // max(1, layout.bytes_per_block))
+    for at in range(0, len(ids), step):
+        yield from (Chunk(part, ids[at : at + step]) for part in parts)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Blocks `ids` of `storage`, to or from the first `num_bytes` bytes of `buffer`.
 
     Both are 1-D and uint8 on one device, and do not overlap. All ids are within the layout, all pages within the
-    storage; if the storage is written, no id comes twice and no two pages share a byte.
+    storage; if the storage is written, no id comes twice and no two pages share a byte. `uploaded`: the ids on that
+    device, if they are there already.
     """
 
     storage: torch.Tensor
@@ -31,6 +80,17 @@ class BlockCopy:
     layout: BlockLayout
     ids: Ids
     to_buffer: bool
+    uploaded: torch.Tensor | None = None
+
+    @property
+    def ids_there(self) -> torch.Tensor:
+        """The ids on the device of the storage."""
+        return on_device(self.ids, self.storage.device) if self.uploaded is None else self.uploaded
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two up to 16 that divides every address and length."""
+        return math.gcd(alignment_of(self.layout), self.storage.data_ptr(), self.buffer.data_ptr())
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +128,31 @@ def region_table(layout: BlockLayout) -> Ids:
     return table
 
 
+@functools.lru_cache(maxsize=64)
+def alignment_of(layout: BlockLayout) -> int:
+    """The largest power of two up to 16 that divides the place of every page in the storage and in a buffer."""
+    return math.gcd(16, *map(int, np.unique(region_table(layout)[:, 1:])))
+
+
+def table_on(layout: BlockLayout, device: torch.device, width: int = 1) -> torch.Tensor:
+    """The region table on `device`, its sizes in words of `width` bytes; uploaded once."""
+    table = _table_on(layout, device, width)
+    if device.type == "cuda":
+        # It may be forgotten, and its memory used again, while another stream than the first still reads it.
+        table.record_stream(torch.cuda.current_stream(device))
+    return table
+
+
+@functools.lru_cache(maxsize=16)
+def _table_on(layout: BlockLayout, device: torch.device, width: int) -> torch.Tensor:
+    words = region_table(layout).copy()
+    words[:, 1:] //= width
+    table = on_device(words, device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams read it
+    return table
+
+
 def on_device(words: Ids, device: torch.device) -> torch.Tensor:
     """A copy of them there. On a GPU it is enqueued like what reads it, from memory that need not be waited for: from
     other memory torch copies when all is done that the stream has to do before.
@@ -79,7 +164,7 @@ def on_device(words: Ids, device: torch.device) -> torch.Tensor:
 
 
 def planned(
-    storage: torch.Tensor, layout: BlockLayout, block_ids: Sequence[int] | Ids, buffer: torch.Tensor, *, to_buffer: bool
+    storage: torch.Tensor, layout: BlockLayout, block_ids: BlockIds, buffer: torch.Tensor, *, to_buffer: bool
 ) -> BlockCopy:
     """The copy, or ValueError with what is wrong with it."""
     if storage.device != buffer.device:
@@ -88,13 +173,18 @@ def planned(
     _require_bytes("buffer", buffer)
     if storage.numel() != layout.storage_bytes:
         raise ValueError(f"a storage of {storage.numel()} bytes; the layout is that of {layout.storage_bytes}")
+    uploaded = None
+    if isinstance(block_ids, Uploaded):
+        uploaded, block_ids = block_ids.there, block_ids.ids
+        if uploaded.device != storage.device:
+            raise ValueError(f"the storage is on {storage.device}, the ids on {uploaded.device}")
     ids = _checked_ids(layout, block_ids)
     if not to_buffer:
         if len(np.unique(ids)) != len(ids):
             raise ValueError("a block that is written is named twice")
         if not _pages_are_disjoint(layout):
             raise ValueError("pages of the layout overlap")
-    copy = BlockCopy(storage, buffer, layout, ids, to_buffer)
+    copy = BlockCopy(storage, buffer, layout, ids, to_buffer, uploaded)
     if buffer.numel() < copy.num_bytes:
         raise ValueError(f"a buffer of {buffer.numel()} bytes for {copy.num_bytes}")
     if _overlap(storage, buffer):

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from vllm_llumnix.kv.kernels.plan import BlockCopy, on_device
+from vllm_llumnix.kv.kernels.plan import BlockCopy
 
 
 def copy_blocks(copy: BlockCopy) -> None:
-    ids = on_device(copy.ids, copy.storage.device)
+    ids = copy.ids_there
     packed = copy.buffer[: copy.num_bytes].view(len(copy.ids), copy.layout.bytes_per_block)
     first = 0
     for region in copy.layout.regions:

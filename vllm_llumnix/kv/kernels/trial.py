@@ -3,23 +3,26 @@
 
 That a library loads says little: a kernel compiled for another GPU, or by a newer CUDA than the driver's, fails at its
 launch, and Triton compiles at its first. So each form of the copy that moves will ask for is carried out once: both
-ways, of two blocks and of one alone, with the pages of this worker at addresses aligned as its own.
+ways, of two blocks and of one alone, with the pages of this worker at addresses aligned as its own, whole and cut as
+for an engine with another number of ranks, another block size or another order within pages.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
 import torch
 
 from vllm_llumnix.kv.kernels import reference
-from vllm_llumnix.kv.kernels.plan import BlockCopy, planned
-from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.kernels.plan import BlockCopy, alignment_of, planned
+from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 
 NUM_BLOCKS: Final = 2
+NUM_LAYERS: Final = 2
+"""Of each region at the most."""
 TRIALS: Final = ((1, 0), (1,))
 """Blocks, in the order of their copy."""
 _ALIGNMENT: Final = 16
@@ -31,50 +34,75 @@ Carry = Callable[[BlockCopy], None]
 def why_not(carry: Carry, layout: BlockLayout, device: torch.device) -> str | None:
     """What is wrong with the copies that `carry` makes of pages like the layout's; None if nothing is.
 
-    Takes four blocks of the device's memory for as long as it lasts.
+    Takes the memory of a few pages of each kind for as long as it lasts. Raises `torch.OutOfMemoryError`.
     """
-    small = few_blocks(layout)
-    before = _noise(small.storage_bytes, seed=1), _noise(NUM_BLOCKS * small.bytes_per_block, seed=2)
-    try:
-        storage, buffer = (torch.empty_like(part, device=device) for part in before)
-    except torch.OutOfMemoryError as error:
-        return f"no memory to try it: {_first_line(error)}"
-    for ids in TRIALS:
-        for to_buffer in (True, False):
-            name = f"{'gather' if to_buffer else 'scatter'} of {len(ids)} block{'s' * (len(ids) > 1)}"
-            expected = [part.clone() for part in before]
-            reference.copy_blocks(planned(expected[0], small, ids, expected[1], to_buffer=to_buffer))
-            storage.copy_(before[0])
-            buffer.copy_(before[1])
-            try:
-                with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                    carry(planned(storage, small, ids, buffer, to_buffer=to_buffer))
-                    found = storage.cpu(), buffer.cpu()
-            except Exception as error:  # noqa: BLE001 - a compiler's, a linker's, a driver's: there is no list of them
-                return f"{name}: {type(error).__name__}: {_first_line(error)}"
-            if not all(map(torch.equal, found, expected)):
-                return f"{name}: wrong bytes"
+    few = few_blocks(layout)
+    before = _noise(few.storage_bytes, seed=1), _noise(NUM_BLOCKS * few.bytes_per_block, seed=2)
+    storage, buffer = (torch.empty_like(part, device=device) for part in before)
+    for form in forms(few):
+        for ids in TRIALS:
+            for to_buffer in (True, False):
+                name = f"{'gather' if to_buffer else 'scatter'} of {len(ids)} block{'s' * (len(ids) > 1)}"
+                name += f" in {len(form.regions)} regions" * (form != few)
+                expected = [part.clone() for part in before]
+                reference.copy_blocks(planned(expected[0], form, ids, expected[1], to_buffer=to_buffer))
+                storage.copy_(before[0])
+                buffer.copy_(before[1])
+                try:
+                    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                        carry(planned(storage, form, ids, buffer, to_buffer=to_buffer))
+                        found = storage.cpu(), buffer.cpu()
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - a compiler's, a linker's, a driver's: there is no list of them
+                    return f"{name}: {type(error).__name__}: {_first_line(error)}"
+                if not all(map(torch.equal, found, expected)):
+                    return f"{name}: wrong bytes"
     return None
 
 
+def forms(layout: BlockLayout) -> Iterator[BlockLayout]:
+    """The layout, and of the cuts that moves ask for (`BlockLayout.cuts`) one of each kind: kernels tell them apart by
+    their alignment, and search among regions if there are several."""
+    found = set()
+    for cut in (None, *layout.cuts()):
+        form = layout.cut(cut)
+        kind = alignment_of(form), len(form.regions) > 1
+        if kind not in found:
+            found.add(kind)
+            yield form
+
+
 def few_blocks(layout: BlockLayout) -> BlockLayout:
-    """A small layout with the same pages, every address of which has the alignment that it has in `layout`."""
+    """A small layout with the same pages, of few layers, every address of which has the alignment that it has in
+    `layout`."""
     # Regions side by side within each block stay so; others are moved together.
     side_by_side = all(
         region.offset + (region.num_layers - 1) * region.layer_stride + region.page_bytes <= region.block_stride
         for region in layout.regions
     )
+    shrunk = [
+        msgspec.structs.replace(region, num_layers=min(NUM_LAYERS, region.num_layers)) for region in layout.regions
+    ]
+    span = max((_extent(region) for region in shrunk), default=0)
     regions, end = [], 0
-    for region in layout.regions:
-        offset, layer_stride = region.offset, region.layer_stride
-        if not side_by_side:
+    for region in shrunk:
+        offset, layer_stride, block_stride = region.offset, region.layer_stride, region.block_stride
+        if side_by_side:
+            block_stride = _aligned_as(block_stride, span)
+        else:
             offset = _aligned_as(offset, end)
-        if layer_stride > region.block_stride:
-            layer_stride = _aligned_as(layer_stride, (NUM_BLOCKS - 1) * region.block_stride + region.page_bytes)
-        regions.append(msgspec.structs.replace(region, offset=offset, layer_stride=layer_stride))
-        last = (region.num_layers - 1) * layer_stride + (NUM_BLOCKS - 1) * region.block_stride
-        end = max(end, offset + last + region.page_bytes)
-    return BlockLayout(0, end, NUM_BLOCKS, tuple(regions), layout.layout)
+        if layer_stride > block_stride:
+            layer_stride = _aligned_as(layer_stride, (NUM_BLOCKS - 1) * block_stride + region.page_bytes)
+        small = msgspec.structs.replace(region, offset=offset, layer_stride=layer_stride, block_stride=block_stride)
+        regions.append(small)
+        end = max(end, _extent(small) + (NUM_BLOCKS - 1) * block_stride)
+    return msgspec.structs.replace(layout, base=0, storage_bytes=end, num_blocks=NUM_BLOCKS, regions=tuple(regions))
+
+
+def _extent(region: TensorRegion) -> int:
+    """The end of the last page of a region's first block."""
+    return region.offset + (region.num_layers - 1) * region.layer_stride + region.page_bytes
 
 
 def _aligned_as(value: int, least: int) -> int:

@@ -6,13 +6,11 @@ Imported on first use: whether Triton interprets (TRITON_INTERPRET=1) is decided
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from vllm_llumnix.kv.kernels.plan import BlockCopy, on_device
+from vllm_llumnix.kv.kernels.plan import BlockCopy, table_on
 
 CHUNK_BYTES = 32 * 1024
 """What a program has in flight at once."""
@@ -20,8 +18,11 @@ NUM_WARPS = 8
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-# One form for all sizes: for a last round of one block nothing is compiled again, while its client waits.
-@triton.jit(do_not_specialize=["num_pages", "num_layers", "block_words"])  # type: ignore[untyped-decorator]
+# One form for all sizes, and for whole pages and parts of them: for a last round of one block nothing is compiled
+# again, while its client waits.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_pages", "num_layers", "block_words", "num_regions"]
+)
 def _copy_pages(  # type: ignore[no-untyped-def]
     storage,
     buffer,
@@ -30,7 +31,7 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     num_pages,
     num_layers,
     block_words,
-    NUM_REGIONS: tl.constexpr,
+    num_regions,
     TO_BUFFER: tl.constexpr,
     VECTOR: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -40,10 +41,15 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     for index in range(tl.program_id(0).to(tl.int64), num_pages, tl.num_programs(0)):
         block = index // num_layers
         layer = index % num_layers
-        row = table
-        for region in range(1, NUM_REGIONS):
-            candidate = table + region * 6
-            row = tl.where(layer >= tl.load(candidate), candidate, row)
+        # The last region that begins at this layer or before.
+        at = num_regions * 0
+        behind = num_regions
+        while behind - at > 1:
+            middle = (at + behind) // 2
+            begins = tl.load(table + middle * 6) <= layer
+            at = tl.where(begins, middle, at)
+            behind = tl.where(begins, behind, middle)
+        row = table + at * 6
         within = layer - tl.load(row)
         length = tl.load(row + 4)
         stored = tl.load(row + 1) + within * tl.load(row + 2) + tl.load(ids + block) * tl.load(row + 3)
@@ -62,23 +68,17 @@ def _copy_pages(  # type: ignore[no-untyped-def]
 
 
 def copy_blocks(copy: BlockCopy, max_sms: int) -> None:
-    sizes = copy.table[:, 1:]
-    # The largest power of two up to 16 that divides every address and length.
-    alignment = math.gcd(16, copy.storage.data_ptr(), copy.buffer.data_ptr(), *map(int, sizes.ravel()))
+    alignment = copy.alignment
     width = min(8, alignment)
-    words = copy.table.copy()
-    words[:, 1:] = sizes // width
-    device = copy.storage.device
-    table, ids = (on_device(part, device) for part in (words, copy.ids))
     _copy_pages[(min(max_sms, copy.num_pages),)](
         _as_words(copy.storage, width),
         _as_words(copy.buffer, width),
-        table,
-        ids,
+        table_on(copy.layout, copy.storage.device, width),
+        copy.ids_there,
         copy.num_pages,
         copy.layout.num_layers,
         copy.layout.bytes_per_block // width,
-        NUM_REGIONS=len(words),
+        len(copy.table),
         TO_BUFFER=copy.to_buffer,
         VECTOR=alignment // width,
         CHUNK=CHUNK_BYTES // width,

@@ -2,7 +2,8 @@
 """Read the GPU memory of another process on this host: CUDA IPC and the block copy kernels.
 
 The source does nothing. Its blocks are gathered from where its memory is mapped here into a buffer of this GPU, and
-scattered into our KV memory, on a stream of its own and by few SMs; a pull ends when the GPU has done all of that.
+scattered into our KV memory, on a stream of its own and by few SMs; a pull ends when the GPU has done all of that. A
+thread waits for the GPU inside CUDA, without Python's lock: where the model has this process, too, it goes on.
 What protects both sides from reading the wrong thing is what `local` has: the process is identified, alive before and
 after, and offers exactly the memory that is read. Memory stays mapped for as long as its process is known to offer it:
 a GPU's memory is free again only when nobody maps it any more.
@@ -12,8 +13,11 @@ Unproven: it has not run on a GPU yet.
 
 from __future__ import annotations
 
-import time
+import contextlib
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import torch
@@ -21,13 +25,17 @@ import torch
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.cuda_share import mapped, require_plausible
+from vllm_llumnix.kv.kernels import Uploaded, in_chunks
 from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cuts, require_pairs, require_same_pages
 from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.transport.base import TURN_SECONDS
 from vllm_llumnix.kv.transport.local import LocalTransport
 
 BUFFER_BYTES: Final = 8 << 20
-POLL_SECONDS: Final = 50e-6
+"""Several blocks, parts of a large one, or one page."""
+AHEAD: Final = 2
+"""Chunks that the GPU has been told of: it goes on with the next while we hear of the one before."""
+WAITER: Final = "llumnix-gpu"
 
 
 class LocalCudaTransport:
@@ -43,9 +51,11 @@ class LocalCudaTransport:
         self._storage = storage
         self._layout = layout
         self._identities = LocalTransport(layout)
-        self._step = max(1, BUFFER_BYTES // layout.bytes_per_block)
-        self._buffer = torch.empty(self._step * layout.bytes_per_block, dtype=torch.uint8, device=storage.device)
+        self._buffer = torch.empty(max(BUFFER_BYTES, layout.largest_page), dtype=torch.uint8, device=storage.device)
         self._stream = torch.cuda.Stream(storage.device)
+        # Whoever touches the GPU says which.
+        at_start = partial(torch.cuda.set_device, storage.device) if storage.device.type == "cuda" else None
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix=WAITER, initializer=at_start)
         self._mapped: dict[PeerMemory, torch.Tensor] = {}
 
     def probe(self, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
@@ -65,22 +75,23 @@ class LocalCudaTransport:
                 raise ValueError(f"block ids are not all within 0 to {layout.num_blocks - 1}")
         self._identities.verify(peer)
         theirs = self._memory_of(peer)
-        step = max(1, min(self._step, chunk_bytes // here.bytes_per_block))
+        chunk_bytes = min(max(chunk_bytes, here.bytes_per_block), len(self._buffer))
+        under_way: deque[tuple[Future[None], int]] = deque()
         try:
-            for at in range(0, len(src_blocks), step):
-                source, destination = src_blocks[at : at + step], dst_blocks[at : at + step]
-                with torch.cuda.device(self._storage.device), torch.cuda.stream(self._stream):
-                    kernels.gather(theirs, there, source, self._buffer)
-                    kernels.scatter(self._storage, here, destination, self._buffer)
-                    done = torch.cuda.Event()
+            with self._at_work():
+                from_ids, to_ids = (Uploaded.to(self._storage.device, ids) for ids in (src_blocks, dst_blocks))
+            chunks = (in_chunks(side, ids, chunk_bytes) for side, ids in ((there, from_ids), (here, to_ids)))
+            for source, destination in zip(*chunks, strict=True):
+                with self._at_work():
+                    kernels.gather(theirs, source.layout, source.ids, self._buffer)
+                    kernels.scatter(self._storage, destination.layout, destination.ids, self._buffer)
+                    done = torch.cuda.Event(blocking=True)
                     done.record(self._stream)
-                turn = time.monotonic()
-                while not done.query():
-                    if time.monotonic() - turn > TURN_SECONDS:
-                        turn = time.monotonic()
-                        yield 0
-                    time.sleep(POLL_SECONDS)
-                yield len(source) * here.bytes_per_block
+                under_way.append((self._waiter.submit(done.synchronize), destination.num_bytes))
+                if len(under_way) == AHEAD:
+                    yield from self._await(*under_way.popleft())
+            while under_way:
+                yield from self._await(*under_way.popleft())
         finally:
             # Nothing is written after the iterator has ended, however it ends.
             self._stream.synchronize()
@@ -90,7 +101,25 @@ class LocalCudaTransport:
         self._identities.tidy()
         self._unmap_unknown()
 
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """What is enqueued within goes to this transport's stream."""
+        with torch.cuda.device(self._storage.device), torch.cuda.stream(self._stream):
+            yield
+
+    def _await(self, copied: Future[None], num_bytes: int) -> Iterator[int]:
+        """Yields the bytes when they have been copied, and 0 after each turn until then."""
+        while True:
+            try:
+                copied.result(TURN_SECONDS)
+            except TimeoutError:
+                yield 0
+            else:
+                yield num_bytes
+                return
+
     def close(self) -> None:
+        self._waiter.shutdown()
         self._identities.close()
         self._mapped.clear()
 

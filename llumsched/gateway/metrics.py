@@ -17,9 +17,9 @@ from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 
 from llumlet.secret_files import num_refused
+from llumsched.gateway.metric_files import MetricFiles
 from llumsched.gateway.objectives import NONE, NOTHING_PREDICTED, Objectives, Predicted, Tally
 from llumsched.gateway.sse import Usage
 
@@ -228,7 +228,7 @@ class Metrics:
         registry = self._registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+            registry.register(MetricFiles(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
         return generate_latest(_WithTotals(registry))
 
 

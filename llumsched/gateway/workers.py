@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import glob
 import logging
 import multiprocessing
 import os
@@ -18,11 +20,13 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 import uvloop
+from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
 
 from llumsched import descriptors
 from llumsched.gateway.config import Config
 from llumsched.gateway.lines import LineHandler
+from llumsched.gateway.metric_files import is_whole
 
 _WATCH_S = 0.2
 _ONE_SIGNAL_S = 1.0
@@ -44,8 +48,13 @@ def run(config: Config) -> int:
         print(f"llumnix gateway: {shortage}", file=sys.stderr)
     if config.workers == 1:
         return _work(config)
-    with tempfile.TemporaryDirectory(prefix="llumnix-gateway-") as directory:
-        os.environ[_METRICS_DIRECTORY] = directory
+    try:
+        directory = tempfile.TemporaryDirectory(prefix="llumnix-gateway-")
+    except OSError as error:
+        print(f"llumnix gateway: --workers needs a directory for metrics (TMPDIR): {error}", file=sys.stderr)
+        return 1
+    with directory as name:
+        os.environ[_METRICS_DIRECTORY] = name
         return _supervise(config)
 
 
@@ -110,7 +119,13 @@ def _logging() -> Iterator[None]:
         handler.close()
 
 
-def _child(config: Config) -> None:
+def _child(config: Config, place: int) -> None:
+    """Runs a worker. Its metrics are in files of its place: the next one there goes on counting in them, so that there
+    are never more files than places."""
+    for file in glob.glob(f"{os.environ[_METRICS_DIRECTORY]}/*_{place}.db"):
+        if not is_whole(file):
+            os.unlink(file)
+    values.ValueClass = values.MultiProcessValue(lambda: place)  # type: ignore[no-untyped-call]
     sys.exit(_CANNOT_SERVE if _work(config) else 0)
 
 
@@ -160,22 +175,22 @@ def _supervise(config: Config) -> int:
         nonlocal num_signals
         num_signals += 1
 
-    def start() -> BaseProcess:
-        process = context.Process(target=_child, args=(config,))
+    def start(place: int) -> BaseProcess:
+        process = context.Process(target=_child, args=(config, place))
         process.start()
         return process
 
     with _handling(stop):
-        workers = [Worker(start) for _ in range(config.workers)]
+        workers = [Worker(functools.partial(start, place)) for place in range(config.workers)]
         code = 0
         while not (num_signals or code):
             time.sleep(_WATCH_S)
-            for worker in workers:
+            for place, worker in enumerate(workers):
                 exit_code = worker.look()
                 if exit_code == _CANNOT_SERVE:
                     code = 1
                 elif exit_code is not None:
-                    mark_process_dead(worker.process.pid)  # type: ignore[no-untyped-call]
+                    mark_process_dead(place)  # type: ignore[no-untyped-call]
                     then = f"another starts in {worker.pause_s:g} s" if worker.pause_s else "another starts"
                     print(f"llumnix gateway: a worker died ({exit_code}); {then}", file=sys.stderr)
         processes = [worker.process for worker in workers]

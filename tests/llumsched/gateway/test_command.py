@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
+import tempfile
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from llumlet.types import Address
@@ -23,7 +26,7 @@ from llumsched.gateway import workers
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.up.ports import free_port
 from tests.llumsched.conftest import Llumnix, finish, start
-from tests.llumsched.gateway.support import engine
+from tests.llumsched.gateway.support import engine, until
 from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
@@ -166,6 +169,76 @@ async def test_workers_share_a_port_and_their_metrics_and_end_with_their_streams
             assert len([line for line in done.lines if line["status"] == 200]) == 9
 
 
+async def _counted(url: str) -> int:
+    """Requests that the gateway's metrics show."""
+    async with aiohttp.ClientSession() as operator, operator.get(url) as answer:
+        assert answer.status == 200
+        found = re.search(r'request_total\{model="mock",status_code="200"\} (\d+)', await answer.text())
+    return int(found[1]) if found else 0
+
+
+async def _until_counted(url: str, number: int) -> None:
+    """They are rendered once a second, and by nobody while no worker listens."""
+    for _ in range(300):
+        with suppress(aiohttp.ClientError):
+            if await _counted(url) == number:
+                return
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"they never showed {number}")
+
+
+_UNFINISHED = "counter_99999.db"
+
+
+@pytest.mark.asyncio
+async def test_metrics_outlive_workers_and_what_these_leave_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    metrics_port = free_port()
+    metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+    async with engine(Mock()) as (port, _, _):
+        arguments = ("--workers", "2", "--metrics-port", str(metrics_port), "--scheduling-policy", "round-robin")
+        async with _process(*arguments, "--llm-backend-endpoints", f"127.0.0.1:{port}") as (client, process):
+            num_sent = 0
+            for life in range(3):
+                for _ in range(8):
+                    async with client.post(COMPLETIONS, json=BODY, headers={"Connection": "close"}) as answer:
+                        assert answer.status == 200
+                        num_sent += 1
+                await _until_counted(metrics, num_sent)
+                files = _leave_unfinished(tmp_path)
+                assert files <= {f"{kind}_{place}.db" for kind in _KINDS for place in range(2)} | {_UNFINISHED}
+                victim = _workers_of(process)[life % 2]
+                victim.kill()
+                await asyncio.to_thread(victim.wait, 60)
+                await until(lambda: len(_workers_of(process)) == 2)
+                await _until_counted(metrics, num_sent)
+
+
+def _leave_unfinished(directory: Path) -> set[str]:
+    """Leaves a file as a worker does that dies in the middle of making it. Returns the names of the others."""
+    (metrics,) = directory.glob("llumnix-gateway-*")
+    files = {file.name for file in metrics.iterdir()}
+    (metrics / _UNFINISHED).touch()
+    return files
+
+
+def _workers_of(process: Any) -> list[psutil.Process]:
+    return [one for one in psutil.Process(process.pid).children() if "spawn_main" in " ".join(one.cmdline())]
+
+
+_KINDS = ("counter", "histogram", "gauge_livesum", "gauge_livemax", "gauge_max")
+
+
+def test_workers_without_a_place_for_metrics_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **_: none())
+    assert workers.run(Config(workers=2)) == 1
+
+
 async def _until_leaving(client: aiohttp.ClientSession) -> None:
     async with asyncio.timeout(60):
         while True:
@@ -219,7 +292,7 @@ async def test_a_while_is_no_longer_than_it_was_said() -> None:
         assert (await finish(process)).code == 0
 
 
-def _crash_twice(config: Config) -> None:
+def _crash_twice(config: Config, _: int) -> None:
     """In place of a worker, which writes where it should listen."""
     with open(config.host, "a") as starts:
         starts.write("x")

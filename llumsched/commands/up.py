@@ -12,7 +12,8 @@ from llumlet.credential_files import CredentialFiles
 from llumlet.credentials import Credentials
 from llumlet.setting_sources import Reading
 from llumlet.settings import entries
-from llumsched.up.plan import CHECKS, UpConfig, plan_of
+from llumsched.exit_codes import ExitCode
+from llumsched.up.plan import CHECKS, UpConfig, model_fault, plan_of
 
 DESCRIPTION = """Start engines, scheduler, rescheduler and gateway on this machine, and stop them all together.
 
@@ -48,6 +49,9 @@ def run(config: UpConfig, _: Credentials) -> int:
     from llumsched.up.cluster import Cluster
     from llumsched.up.screen import Screen
 
+    if why := model_fault(config):
+        print(f"llumnix up: {why}", file=sys.stderr)
+        return ExitCode.USAGE
     plan = plan_of(config)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     screen = Screen(sys.stdout, [spec.name for spec in plan.components], colour=colour)

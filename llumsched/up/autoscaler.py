@@ -26,7 +26,7 @@ import msgspec
 
 from llumlet.tasks import cancel
 from llumsched.scaling.config import Bounds
-from llumsched.up.component import READY_CALL_S, Component, ComponentDied, ComponentSpec, describe
+from llumsched.up.component import READY_CALL_S, Component, ComponentDied, ComponentSpec
 from llumsched.up.waiting import race
 
 POLL_S: Final = 0.5
@@ -144,7 +144,7 @@ class Autoscaler:
 
     async def _rise(self, engine: _Engine, session: aiohttp.ClientSession) -> None:
         async def death() -> None:
-            raise ComponentDied(f"{engine.name} ended {describe(await engine.component.wait_ended())}")
+            raise ComponentDied(engine.component.end_in_words(await engine.component.wait_ended()))
 
         try:
             await race(self._raise_up(engine.component, session), death())

@@ -27,7 +27,7 @@ import aiohttp
 
 from llumsched.exit_codes import ExitCode
 from llumsched.up.autoscaler import AutoscalePlan, Autoscaler
-from llumsched.up.component import READY_CALL_S, READY_POLL_S, Component, ComponentDied, ComponentSpec, describe
+from llumsched.up.component import READY_CALL_S, READY_POLL_S, Component, ComponentDied, ComponentSpec
 from llumsched.up.screen import Screen
 from llumsched.up.waiting import race, together
 
@@ -73,15 +73,18 @@ class Cluster:
 
     async def run(self) -> ExitCode:
         """Runs until a signal or a death ends it; nothing is left of any component then."""
+        died = ""
         with self._signals():
             try:
                 await race(self._start_and_serve(), self._stopped())
             except ComponentDied as error:
-                self._screen.say(f"llumnix up: {error}; everything is stopped", bold=True)
-                return ExitCode.COMPONENT_DIED
+                died = str(error)
+                self._screen.say(f"llumnix up: {died}; everything is stopped", bold=True)
             finally:
                 await self._stop_all()
-        return ExitCode.OK
+        if died:  # once more, below all that the others wrote meanwhile
+            self._screen.say(f"llumnix up: {died}", bold=True)
+        return ExitCode.COMPONENT_DIED if died else ExitCode.OK
 
     def _component(self, spec: ComponentSpec) -> Component:
         return Component(spec, lambda text: self._screen.line(spec.name, text))
@@ -142,8 +145,7 @@ class Cluster:
         """Waits for a death. Raises ComponentDied when one of the components ends."""
 
         async def death(component: Component) -> None:
-            code = await component.wait_ended()
-            raise ComponentDied(f"{component.spec.name} ended {describe(code)}")
+            raise ComponentDied(component.end_in_words(await component.wait_ended()))
 
         await race(*map(death, components))
 
@@ -158,17 +160,17 @@ class Cluster:
 
     async def _engine_deaths(self) -> None:
         """Reports the deaths of engines. Raises ComponentDied with the last of them."""
-        left = len(self._engines)
+        left, last = len(self._engines), ""
 
         async def report(engine: Component) -> None:
-            nonlocal left
-            code = await engine.wait_ended()
+            nonlocal left, last
+            last = engine.end_in_words(await engine.wait_ended())
             left -= 1
             what = f"it is not restarted, {left} of {len(self._engines)} engines go on"
-            self._screen.say(f"llumnix up: {engine.spec.name} ended {describe(code)}; {what}", bold=True)
+            self._screen.say(f"llumnix up: {last}; {what}", bold=True)
 
         await together(map(report, self._engines))
-        raise ComponentDied("no engine is left")
+        raise ComponentDied(f"no engine is left ({last})")
 
     async def _stop_all(self) -> None:
         await self._stop_some([self._gateway], self._plan.drain_s)

@@ -6,20 +6,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import aiohttp
 
+from llumsched import output
 from llumsched.up import reaper
 
 READY_POLL_S = 0.1
 READY_CALL_S = 5.0
 KILLED = -9
 _MAX_LINE_BYTES = 16_384
+_ERROR: Final = re.compile(r"\b\w*(Error|Exception): \S.*|\berror: \S.*")
+_NO_CAUSE: Final = "root cause above"
+"""How vLLM's API server points at the error of its engine, which is the one to repeat."""
 
 
 class ComponentDied(RuntimeError):
@@ -48,6 +54,7 @@ class Component:
     def __init__(self, spec: ComponentSpec, line: Callable[[str], None]) -> None:
         self.spec = spec
         self._line = line
+        self._last_error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._grace_s: float | None = None
         """The grace of a stop that was asked for before there was a process."""
@@ -69,6 +76,11 @@ class Component:
             await self.wait_ended()
             raise ComponentDied(f"{self.spec.name}: {self.spec.command[0]} could not be started")
         return pid
+
+    def end_in_words(self, code: int) -> str:
+        """How it ended, and the last error that it wrote. `code`: of `wait_ended`."""
+        cause = f": {self._last_error}" if self._last_error and code else ""
+        return f"{self.spec.name} ended {describe(code)}{cause}"
 
     async def wait_ended(self) -> int:
         """The exit code, negative for a signal, once no process of the component is left."""
@@ -176,9 +188,15 @@ class Component:
             if len(rest) > _MAX_LINE_BYTES:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                self._line(line.decode(errors="replace"))
+                self._show(line)
         if rest:
-            self._line(rest.decode(errors="replace"))
+            self._show(rest)
+
+    def _show(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        if (error := _ERROR.search(text)) is not None and _NO_CAUSE not in text:
+            self._last_error = output.clean(error[0].strip())
+        self._line(text)
 
 
 def describe(code: int) -> str:

@@ -25,7 +25,7 @@ from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.scaling.config import BOUNDS, Bounds
 from llumsched.scaling.config import Config as ScalingConfig
 from llumsched.scaling.config import faults as scaling_faults
-from llumsched.up import device
+from llumsched.up import device, hub
 from llumsched.up.autoscaler import LEAVE_S, AutoscalePlan
 from llumsched.up.cluster import ClusterPlan
 from llumsched.up.component import ComponentSpec
@@ -55,6 +55,7 @@ _BY_PRIORITY: Final = "virtual-usage"
 priority."""
 _DRAIN: Final = "--llumlet-drain-seconds"
 _QUEUE: Final = "--scheduling-policy"
+_CONFIG_ELSEWHERE: Final = ("--hf-config-path", "--config-format")
 _WIDTH_FLAGS = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp"))
 
 
@@ -195,6 +196,13 @@ CHECKS: Final = (
     _autoscale_faults,
 )
 """Checks that say what would keep the cluster from starting, a sentence each."""
+
+
+def model_fault(config: UpConfig) -> str:
+    """The reason why no engine can load the model, in a few seconds; empty if there may be none."""
+    if any(_last_value(config.engine_args, flag) is not None for flag in _CONFIG_ELSEWHERE):
+        return ""
+    return hub.fault(config.model, _last_value(config.engine_args, "--revision"))
 
 
 def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> ClusterPlan:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster of fake components in processes of their own.
 
-    python -m tests.llumsched.up.fakes component NAME PORT JOURNAL [--drain S] [--ignore-term] [--never-ready]
+    python -m tests.llumsched.up.fakes component NAME PORT JOURNAL [--drain S] [--ignore-term] [--never-ready] [--fail]
     python -m tests.llumsched.up.fakes up JOURNAL PORT,PORT,… [NAME:OPTION …]
 
 A component answers every GET with a list of models, has a child, and notes in the journal, a line each, its start
@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -57,6 +58,11 @@ def component(name: str, port: str, journal: Path, options: list[str]) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     note(journal, name, "start", os.getpid(), child.pid)
     print(f"{name} has something to say", flush=True)
+    if "--fail" in options:
+        while journal.read_text().count(" start ") < 4:  # who is stopped while it starts may miss the signal
+            time.sleep(0.02)
+        print("(pid 7) OSError: no-such/model is no model\nRuntimeError: failed. See root cause above.", flush=True)
+        os._exit(1)
     ended.wait()
     note(journal, name, "end")
     os._exit(0)

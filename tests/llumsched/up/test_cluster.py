@@ -134,7 +134,7 @@ def test_a_dead_engine_is_reported_and_the_rest_goes_on_until_the_last(start: Ca
     assert "gateway term" not in up.notes
     subprocess.run(["kill", "-9", str(up.pids("engine-1")[0])], check=True)
     assert up.ended() == ExitCode.COMPONENT_DIED
-    assert "no engine is left; everything is stopped" in up.out
+    assert "no engine is left (engine-1 ended by signal 9); everything is stopped" in up.out
 
 
 def test_an_engine_that_dies_while_it_starts_stops_everything(start: Callable[..., Up]) -> None:
@@ -143,6 +143,13 @@ def test_an_engine_that_dies_while_it_starts_stops_everything(start: Callable[..
     assert "llumnix up: engine-1" in up.out
     assert "everything is stopped" in up.out
     assert "all of it is ready" not in up.out
+
+
+def test_last_line_repeats_why_an_engine_ended(start: Callable[..., Up]) -> None:
+    up = start("engine-1:--fail", "engine-0:--never-ready")
+    assert up.ended() == ExitCode.COMPONENT_DIED
+    last = "llumnix up: engine-1 ended with status 1: OSError: no-such/model is no model"
+    assert up.out.splitlines()[-1] == last
 
 
 def test_a_signal_during_the_start_stops_what_was_started(start: Callable[..., Up]) -> None:

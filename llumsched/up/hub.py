@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether there is such a model: asked once before anything starts, where engines would need minutes to say no.
+
+Only what leaves no doubt is a fault. vLLM knows places that are not looked at here (other hubs, buckets, files of other
+formats), and has the last word.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+_CONFIGS: Final = ("config.json", "params.json")
+ANSWER_S: Final = 12.0
+"""Time for the hub's answer."""
+
+
+def fault(model: str, revision: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
+    """The reason why no engine can load `model`, a directory or a name on the hub; empty if it may be there."""
+    if Path(model).is_dir():
+        there = any((Path(model) / name).is_file() for name in _CONFIGS) or any(Path(model).glob("*.gguf"))
+        return "" if there else f"the directory {model} holds no {_CONFIGS[0]}"
+    if Path(model).exists() or ":" in model or environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return ""
+    found: list[str] = []
+    # A thread that nobody waits for: the hub's client tries again and again, and cannot be called off.
+    asking = threading.Thread(target=lambda: found.append(_ask_hub(model, revision)), daemon=True)
+    asking.start()
+    asking.join(ANSWER_S)
+    return found[0] if found else f"{model} is no directory here, and the hub has not answered in {ANSWER_S:.0f} s"
+
+
+def _ask_hub(model: str, revision: str | None) -> str:
+    try:
+        from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
+        from huggingface_hub.utils import logging
+    except ImportError:  # where engines have another Python
+        return ""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    known: dict[type[Exception], str] = {
+        errors.HFValidationError: f"{model} is neither a directory here nor a name that the hub may have",
+        errors.GatedRepoError: f"the hub shows {model} only to those that its owner allows: set HF_TOKEN",
+        errors.RepositoryNotFoundError: f"{model} is no directory here, and the hub has no such model "
+        "(or it is private: set HF_TOKEN)",
+        errors.RevisionNotFoundError: f"the hub has no revision {revision} of {model}",
+        errors.LocalEntryNotFoundError: f"{model} is no directory here, there is no copy of it in the hub's cache, and "
+        "the hub cannot be reached",
+    }
+    try:
+        if not any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in _CONFIGS):
+            hf_hub_download(model, _CONFIGS[0], revision=revision)
+    except tuple(known) as error:
+        return next(text for kind, text in known.items() if isinstance(error, kind))
+    except Exception:  # noqa: BLE001 - no answer to the question: vLLM will say more
+        return ""
+    return ""

@@ -25,6 +25,8 @@ from llumsched.request import MOST_PROMPT_BLOCKS, Count, Milliseconds, Name, Req
 MAX_BODY_BYTES = 16 << 20
 """Limit of one call. The token ids of a prompt of a million take half of it."""
 
+MOST_EXCLUDED: Final = 10_000
+"""Instances that a request may exclude: as many as a cluster has."""
 NOT_IN_TIME: Final = "no endpoint in time"
 """The beginning of the text with which a scheduler refuses a request that may wait, and that it would place if it might
 not. The status is the same as where there is no endpoint at all."""
@@ -83,7 +85,7 @@ class SchedulingRequest(Request, frozen=True, kw_only=True):
     prompt_token_ids: Raw | UnsetType = UNSET
     """Token ids, which are echoed; counted if `prompt_num_tokens` is missing, and named if `prompt_blocks` is."""
     scheduling_result: Annotated[list[LLMInstance], Meta(max_length=16)] | None = None
-    excluded_endpoints: Annotated[list[Name], Meta(max_length=1024)] | UnsetType = UNSET
+    excluded_endpoints: Annotated[list[Name], Meta(max_length=MOST_EXCLUDED)] | UnsetType = UNSET
     """Who failed it, sent also if nobody did: a gateway that leaves it out has its retries known by their ids."""
 
     @property
@@ -178,7 +180,7 @@ class Complaining(Struct):
     """All that a gateway avoids. Valid for `ttl_s` seconds, or until it says so again."""
 
     gateway_id: Annotated[str, Meta(min_length=1, max_length=1024)]
-    instances: Annotated[list[Avoided], Meta(max_length=10_000)]
+    instances: Annotated[list[Avoided], Meta(max_length=MOST_EXCLUDED)]
     ttl_s: Annotated[float, Meta(gt=0, le=3600)]
 
 

@@ -179,16 +179,17 @@ class Dispatcher:
             raise NotPlaced(NotPlacedKind.WARMING, warming)
         if not request.model and len(self.table.base_models) > 1:
             raise NotPlaced(NotPlacedKind.MODEL_NEEDED, "instances serve several models")
-        decisions = self.decide(request, stages, gateway_id, tried)
-        placements = []
-        for stage, decision in decisions.items():
+        placements: list[Assignment] = []
+        for stage in stages:
+            (decision,) = self.decide(request, (stage,), gateway_id, tried).values()
             if decision.row is None:
+                self.release(request.id, {one.instance.id for one in placements}, gateway_id)
                 raise self._not_placed(decision, self._would_go(request, stage, gateway_id, tried))
             num_hit_tokens = int(decision.candidates[HIT_COLUMN][decision.row]) if self.hits else 0
             instance = self.table.instances[decision.row]
             predicted = decision.candidates.predicted(decision.row)
-            placements.append(Assignment(stage, instance, decision.fallback, num_hit_tokens, predicted))
-        for placed in placements:
+            placed = Assignment(stage, instance, decision.fallback, num_hit_tokens, predicted)
+            placements.append(placed)
             self.ledger.dispatched(
                 request.id,
                 placed.instance.id,
@@ -198,6 +199,7 @@ class Dispatcher:
                 placed.num_hit_tokens,
                 urgent=is_urgent(request.priority),
             )
+        for placed in placements:
             self.senders.sent()
             if self.hits is not None:
                 self.hits.sent(request, placed.instance.id)

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import islice
 from typing import Literal, Protocol
 
 from msgspec import UNSET, UnsetType
@@ -17,6 +18,7 @@ from msgspec.structs import asdict, replace
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.contract import (
+    MOST_EXCLUDED,
     Attained,
     Attaining,
     Avoided,
@@ -169,7 +171,7 @@ class Scheduled(Placement):
             SchedulingRequest(
                 **asdict(asked),
                 gateway_id=self.gateway_id,
-                excluded_endpoints=[str(backend.address) for backend in excluded],
+                excluded_endpoints=[str(backend.address) for backend in islice(excluded, MOST_EXCLUDED)],
             )
         )
         return self._placed(asked, answer, self._clock() - started_s)

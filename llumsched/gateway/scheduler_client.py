@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import random
 import ssl
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,7 +45,12 @@ from llumsched.tls import client_context
 
 _log = logging.getLogger(__name__)
 _AWAY_S: Final = 1.0
-"""Time after a failure for which the scheduler is left alone; then one request tries it again."""
+"""Least time for which a scheduler that failed a request is left alone."""
+_PROBE_S: Final = 0.3
+"""Time between two probes of each scheduler."""
+_PROBE_LIMIT_S: Final = 0.6
+_MOST_SILENT: Final = 2
+"""Probes in a row without an answer after which a scheduler hangs: this process may have stood still during one."""
 _RELEASE_TRIES: Final = 3
 _RELEASE_PAUSE_S: Final = 0.5
 _RELEASES_AT_ONCE: Final = 256
@@ -109,7 +115,6 @@ class SchedulerClient:
         self._in_turn = list(self._schedulers.values())
         self._current = random.randrange(len(self._in_turn)) if self._in_turn else 0
         """Number of the scheduler that answered last. Gateways begin with different ones."""
-        self._away_until_s = 0.0
         self.is_away = False
         """Whether none of the schedulers answered."""
         self._abandoned: set[asyncio.Task[tuple[int, bytes]]] = set()
@@ -120,10 +125,6 @@ class SchedulerClient:
     async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
         """The place of a request. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel,
         InvalidRequest."""
-        now_s = time.monotonic()
-        if self.is_away and now_s < self._away_until_s:
-            raise SchedulerAway("The scheduler did not answer lately.")
-        self._away_until_s = now_s + _AWAY_S  # if it is away, one request at a time finds out
         body = encode(request)
         reason: Exception | None = None
         warming: SchedulerWarming | None = None
@@ -131,10 +132,13 @@ class SchedulerClient:
         for offset in range(len(self._in_turn)):
             number = (first + offset) % len(self._in_turn)
             scheduler = self._in_turn[number]
+            if not scheduler.answers:
+                continue
             try:
                 result = _result(scheduler.address, *await self._ask(scheduler, request, body))
             except (aiohttp.ClientError, TimeoutError, OSError, SchedulerAway) as error:
                 reason = error
+                scheduler.failed()
             except SchedulerWarming as error:
                 warming = error
             except (NoEndpoint, NotScheduled, UnknownModel, InvalidRequest):
@@ -146,21 +150,29 @@ class SchedulerClient:
         if warming is not None:
             self.is_away = False
             raise warming
+        why = "it did not answer lately" if reason is None else str(reason) or "no answer in time"
         if not self.is_away:
-            _log.warning(
-                "the scheduler is away (%s); requests go round the instances known", str(reason) or "no answer in time"
-            )
+            _log.warning("the scheduler is away (%s); requests go round the instances known", why)
             self.is_away = True
-        raise SchedulerAway(str(reason))
+        raise SchedulerAway(why)
+
+    async def watch(self) -> None:
+        """Probes all schedulers, for ever: no request has to find out that one hangs, or that it is back."""
+        while True:
+            await asyncio.gather(*(scheduler.probe() for scheduler in self._in_turn))
+            await asyncio.sleep(_PROBE_S)
 
     async def _ask(self, scheduler: _Scheduler, request: SchedulingRequest, body: bytes) -> tuple[int, bytes]:
         """The answer. The place that it gives is released if it comes too late, or after the client has left."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s + _LATE_S, sock_connect=self._timeout_s)
         asking = asyncio.create_task(scheduler.post("/schedule", body, limit))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await asyncio.shield(asking)
-        except (TimeoutError, asyncio.CancelledError):
+            async with asyncio.timeout(self._timeout_s) as waiting:
+                with scheduler.waited_for(waiting):
+                    return await asyncio.shield(asking)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if isinstance(error, TimeoutError) and scheduler.answers:
+                scheduler.unanswered = asking
             self._abandon(asking, scheduler.address, request)
             raise
 
@@ -254,6 +266,49 @@ class _Scheduler:
         self._newest: dict[str, bytes] = {}
         """What takes the place of what was told before, by path, until it is told."""
         self._telling: asyncio.Task[None] | None = None
+        self.answers = True
+        """Whether requests ask it, as far as the last probe and the last request tell."""
+        self.unanswered: asyncio.Task[tuple[int, bytes]] | None = None
+        """The last question that it left open though it answers probes. Until it answers, it is asked no other."""
+        self._left_alone_until_s = -math.inf
+        self._num_silent = 0
+        self._limits: set[asyncio.Timeout] = set()
+        """Limits of the requests that wait for it."""
+
+    def failed(self) -> None:
+        """Notes that it failed a request."""
+        self.answers = False
+        self._left_alone_until_s = time.monotonic() + _AWAY_S
+
+    @contextmanager
+    def waited_for(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Ends the limit as soon as a probe tells that the scheduler hangs."""
+        self._limits.add(limit)
+        try:
+            yield
+        finally:
+            self._limits.discard(limit)
+
+    async def probe(self) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_LIMIT_S), self.get("/healthz") as answer:
+                await answer.read()
+        except TimeoutError:
+            self._num_silent += 1
+            if self._num_silent >= _MOST_SILENT:
+                self._gone()
+        except (aiohttp.ClientError, OSError):
+            self._gone()
+        else:
+            self._num_silent = 0
+            is_waited_for = self.unanswered is not None and not self.unanswered.done()
+            self.answers = self.answers or (time.monotonic() >= self._left_alone_until_s and not is_waited_for)
+
+    def _gone(self) -> None:
+        self.answers = False
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json", **self._headers}

@@ -115,6 +115,7 @@ class Gateway:
         )
         self.metrics = Metrics(self.backends.listed)
         self.upstream = Upstream(config.connect_timeout_s, access, engines_tls)
+        self._schedulers = None if config.is_local else SchedulerClient(config, self._session)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log, self.metrics.unlogged)
         self.services = Services(
@@ -135,6 +136,8 @@ class Gateway:
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = {"models": self._keep_models, "complaints": self._keep_complaining, "watch": watch.run}
         keep["attainment"] = self._keep_telling_attainment
+        if self._schedulers is not None:
+            keep["schedulers"] = self._schedulers.watch
         if admission is not None:
             keep["keys"] = admission.keep_keys
         if config.sse_keepalive_s:
@@ -189,9 +192,9 @@ class Gateway:
         self.access_log.close()
 
     def _placement(self) -> Placement:
-        if self.config.is_local:
+        if self._schedulers is None:
             return RoundRobin(self.backends)
-        return Scheduled(self.config, self.backends, SchedulerClient(self.config, self._session))
+        return Scheduled(self.config, self.backends, self._schedulers)
 
     async def _decoded(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Content-Encoding", _IDENTITY).lower() != _IDENTITY:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,8 @@ from llumsched.cluster.view import View
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.model_memory import REMEMBERED_S
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
+from llumsched.policy.expression import Expression
+from llumsched.policy.metrics import Metric
 from llumsched.request import Request
 from llumsched.scaling.scaler import FORGET_S
 from tests.llumsched import cases
@@ -115,6 +118,30 @@ def test_both_stages_or_none() -> None:
     assert cluster.place("r", 100, *stages) == ["p", "d"]
     assert cluster.account.in_flight.of("p").num_decode_requests == 0
     assert cluster.account.in_flight.of("d").num_prefill_requests == 0
+
+
+def test_second_stage_sees_what_the_first_has_placed() -> None:
+    seen: list[int] = []
+
+    class Sent:
+        """A column that counts what was sent anywhere."""
+
+        columns = ("sent_anywhere",)
+
+        def of_request(self, request: Request, cluster: object) -> list[list[float]]:
+            seen.append(sum(each.num_requests for each in made.account.in_flight.counters.values()))
+            return [[float(seen[-1])] * len(made.view)]
+
+    text = "full: {prefill: &s {metrics: [sent_anywhere], selector: metricBasedSelector}, decode: *s}"
+    made = Cluster(full(), "p", instance_type="prefill")
+    cases.put(made.view, "d", instance_type="decode")
+    made.dispatcher._providers = (Sent(),)
+    metric = Metric("sent_anywhere", Expression("sent_anywhere"))
+    policy = parse_policy(text.replace("sent_anywhere", "num_requests"), "test", Mode.FULL, Overrides())
+    stages = {kind: replace(stage, metrics=(metric,)) for kind, stage in policy.stages.items()}
+    made.dispatcher.policy = replace(policy, stages=stages)
+    assert made.place("r", 100, InferType.PREFILL, InferType.DECODE) == ["p", "d"]
+    assert seen == [0, 1]
 
 
 def test_stages_one_after_the_other_are_both_accounted() -> None:

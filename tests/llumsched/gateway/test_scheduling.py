@@ -31,7 +31,7 @@ from llumsched.gateway.config import Config
 from llumsched.gateway.errors import Overloaded
 from llumsched.gateway.exchange import failure
 from llumsched.gateway.metrics import Record
-from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
+from llumsched.gateway.scheduled import _PREFILL_REPORT_S
 from llumsched.gateway.scheduler_client import SchedulerAnswer, SchedulerClient
 from llumsched.model_memory import AWAY_RETRY_S, ModelMemory
 from llumsched.policy.document import Mode, load_policy
@@ -720,6 +720,7 @@ async def test_without_its_scheduler_requests_go_round_what_is_known(
         setattr(scheduler, trouble, {"hangs": False, "status": 200}[trouble])
         _answers_within(it, DEADLINE_S)
         now_s += scheduler_client._AWAY_S
+        await until(lambda: all(one.answers for one in _client(it)._in_turn))
         for _ in range(2):
             assert (await it.post(COMPLETIONS, BODY)).status == 200
         assert len(scheduler.of("/schedule")) == 5
@@ -727,8 +728,60 @@ async def test_without_its_scheduler_requests_go_round_what_is_known(
 
 def _answers_within(it: Cluster, limit_s: float) -> None:
     """How long the gateway waits for the scheduler from now on."""
-    assert isinstance(it.gateway.placement, Scheduled)
-    it.gateway.placement._client._timeout_s = limit_s
+    _client(it)._timeout_s = limit_s
+
+
+def _client(it: Cluster) -> SchedulerClient:
+    client = it.gateway._schedulers
+    assert client is not None
+    return client
+
+
+@pytest.mark.asyncio
+async def test_hung_scheduler_costs_no_request_its_time() -> None:
+    """Those that wait go to the next scheduler as soon as a probe finds out; those that come meanwhile do at once."""
+    async with scheduled_by(2) as (it, (first, second)):
+        await it.post(COMPLETIONS, BODY)
+        first.hangs = True
+        waiting = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(3)]
+        assert {reply.status for reply in await asyncio.gather(*waiting)} == {200}  # long before the time is over
+        asked = len(first.of("/schedule"))
+        for _ in range(3):
+            assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert len(first.of("/schedule")) == asked
+        assert len(second.of("/schedule")) == 6
+        first.hangs = False
+        await until(lambda: all(one.answers for one in _client(it)._in_turn))
+
+
+@pytest.mark.asyncio
+async def test_scheduler_that_leaves_a_question_unanswered_is_not_asked_another() -> None:
+    async with scheduled() as (it, scheduler):
+        await it.post(COMPLETIONS, BODY)
+        scheduler.may_place = asyncio.Event()
+        _answers_within(it, 0.3)
+        for _ in range(3):
+            assert (await it.post(COMPLETIONS, BODY)).status == 200
+        await until(lambda: len(scheduler.of("/healthz")) > 8)
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert len(scheduler.of("/schedule")) == 2
+        _answers_within(it, DEADLINE_S)
+        scheduler.may_place.set()
+        await until(lambda: all(one.answers for one in _client(it)._in_turn))
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert len(scheduler.of("/schedule")) == 3
+
+
+@pytest.mark.asyncio
+async def test_more_instances_than_a_cluster_has_are_not_named_as_avoided() -> None:
+    async with _real(Mock(seen=[])) as (it, scheduler):
+        await it.post(COMPLETIONS, BODY)
+        for number in range(3000):
+            it.gateway.backends.at(Address("127.0.1.1", 1 + number)).is_down = True
+        one, *_ = scheduler.view
+        it.gateway.backends.at(Address.parse(one)).is_stalled = True
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert b"request_fallback_total{" not in (await it.get("/metrics")).content
 
 
 @pytest.mark.asyncio

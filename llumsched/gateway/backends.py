@@ -99,6 +99,7 @@ class Backends:
         self.outliers: Outliers[Backend] = Outliers(limits, self.__len__, time.monotonic)
         self.pace: Pace[Backend] = Pace(time.monotonic)
         self._session = session
+        self._asked_for_clients = asyncio.Semaphore(_ASKED_AT_ONCE)
         self._headers = headers
         self._is_tls = is_tls
         self._all: dict[Endpoint, Backend] = {}
@@ -215,13 +216,17 @@ class Backends:
     async def cards(self, authorization: str) -> dict[str, dict[str, Any]]:
         """The model cards of all instances, each model once, as the first that serves it describes it. Instances that
         want a key are asked with the client's."""
-        merged: dict[str, dict[str, Any]] = {}
-        for backend in self:
-            cards = backend.models
-            if cards is None and authorization and not backend.is_down:
+
+        async def ask(backend: Backend) -> dict[str, dict[str, Any]]:
+            if backend.models is None and authorization and not backend.is_down:
                 with suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError):
-                    cards = await self._cards(backend, {"Authorization": authorization})
-            merged = (cards or {}) | merged
+                    async with self._asked_for_clients:
+                        return await self._cards(backend, {"Authorization": authorization}) or {}
+            return backend.models or {}
+
+        merged: dict[str, dict[str, Any]] = {}
+        for cards in await asyncio.gather(*map(ask, self)):
+            merged = cards | merged
         return merged
 
     async def _cards(self, backend: Backend, headers: Mapping[str, str]) -> dict[str, dict[str, Any]] | None:

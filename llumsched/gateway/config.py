@@ -79,6 +79,11 @@ class Config:
         1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port"
     )
     max_body_bytes: int = _listening.setting(64 << 20, kinds.integer("BYTES", at_least=1), "largest request")
+    max_bodies_bytes: int = _listening.setting(
+        1 << 30,
+        kinds.integer("BYTES", at_least=1),
+        "bodies of all requests in flight together, per worker; more get 429",
+    )
     max_head_bytes: int = _listening.setting(
         64 << 10,
         kinds.integer("BYTES", at_least=1024),
@@ -86,6 +91,9 @@ class Config:
     )
     client_timeout_s: float = _listening.setting(
         60.0, _TIME, "for the next KiB of a client's request, or with nothing taken by it of its answer"
+    )
+    body_timeout_s: float = _listening.setting(
+        300.0, _TIME, "for the whole body of a request, however steadily it comes; then it gets 408"
     )
     header_timeout_s: float = _listening.setting(10.0, _TIME, "for a request's head, once it or a connection has begun")
     keep_alive_timeout_s: float = _listening.setting(75.0, _TIME, "between two requests on a client's connection")

@@ -7,6 +7,7 @@ import asyncio
 import math
 import random
 import time
+from codecs import BOM_UTF8
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused,
 from llumsched.gateway.attempts import Attempts
 from llumsched.gateway.body import PRIORITY_HEADERS, Body, Head, Prompt
 from llumsched.gateway.chats.form import Form
+from llumsched.gateway.config import Config
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
 from llumsched.gateway.forwarded import with_client
@@ -27,7 +29,7 @@ from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
 from llumsched.gateway.request_id import RequestIds
-from llumsched.gateway.services import Received, Services
+from llumsched.gateway.services import Bodies, Received, Services
 from llumsched.gateway.stored import Stored, new_id
 
 _LEAST_BYTES: Final = 1024
@@ -57,9 +59,10 @@ class Exchanges:
         self._services.num_in_flight += 1
         self.idle.clear()
         own_id, wish = "", request.headers.get("X-Request-Id")
+        reading = _Reading(self._services.bodies, self._config)
         try:
             try:
-                body = await self._receive(request, found)
+                body = await self._receive(request, found, reading)
             except GatewayError:
                 record.id, own_id = self._ids.take(wish)
                 raise
@@ -103,6 +106,7 @@ class Exchanges:
             if not self._services.num_in_flight:
                 self.idle.set()
             self._ids.give_back(own_id)
+            reading.end()
             record.e2e_s = time.monotonic() - started_s
             record.status = record.status or 500
             self._services.metrics.ended(record)
@@ -119,14 +123,16 @@ class Exchanges:
                 if number % _KEPT_ALIVE_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    async def _receive(self, request: web.BaseRequest, found: Found) -> Body:
+    async def _receive(self, request: web.BaseRequest, found: Found, reading: _Reading) -> Body:
         if self._services.num_in_flight > self._config.max_requests:
             raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
         _check_size(request, request.content_length or 0)
         if request.headers.get("Expect", "").lower() == "100-continue":
             assert request.transport is not None
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        content = await _read(request, self._config.client_timeout_s)
+        content = await reading.read(request)
+        if content.startswith(BOM_UTF8):  # engines take it; the rest of the way would not
+            del content[: len(BOM_UTF8)]
         if found.path.kind is Kind.STICKY:
             return Body(content, Head())
         if found.path.is_form:
@@ -178,22 +184,45 @@ class Exchanges:
         return stored
 
 
-async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray:
-    """The body. Raises RequestTooLarge, and RequestTimedOut if the next KiB of it takes longer than `timeout_s`."""
-    loop = asyncio.get_running_loop()
-    body = bytearray()
-    num_due, due_s = _LEAST_BYTES, loop.time() + timeout_s
-    try:
-        while part := await _next_part(request.content, due_s):
-            body += part
-            _check_size(request, len(body))
-            if len(body) >= num_due:
-                num_due, due_s = len(body) + _LEAST_BYTES, loop.time() + timeout_s
-    except TimeoutError:
-        raise errors.RequestTimedOut(f"Less than a KiB more of the body came in {timeout_s:g} s.") from None
-    except (web.RequestPayloadError, HttpProcessingError):  # which quote what came
-        raise errors.InvalidRequest("The body cannot be read: it is not framed as its head says.") from None
-    return body
+class _Reading:
+    """The reading of one body, which counts for `Bodies` until `end`."""
+
+    def __init__(self, bodies: Bodies, config: Config) -> None:
+        self._bodies = bodies
+        self._config = config
+        self._num_bytes = 0
+
+    def end(self) -> None:
+        self._bodies.give_back(self._num_bytes)
+
+    async def read(self, request: web.BaseRequest) -> bytearray:
+        """The body. Raises RequestTooLarge, Overloaded, and RequestTimedOut if all of it, or the next KiB, takes too
+        long."""
+        loop, patience_s, limit_s = (
+            asyncio.get_running_loop(),
+            self._config.client_timeout_s,
+            self._config.body_timeout_s,
+        )
+        body = bytearray()
+        end_s = loop.time() + limit_s
+        num_due, due_s = _LEAST_BYTES, loop.time() + patience_s
+        try:
+            while part := await _next_part(request.content, min(due_s, end_s)):
+                self._num_bytes += len(part)
+                self._bodies.take(len(part))
+                body += part
+                _check_size(request, len(body))
+                if len(body) >= num_due:
+                    num_due, due_s = len(body) + _LEAST_BYTES, loop.time() + patience_s
+                if loop.time() > end_s:
+                    raise TimeoutError
+        except TimeoutError:
+            if loop.time() >= end_s:
+                raise errors.RequestTimedOut(f"The body did not come in {limit_s:g} s.") from None
+            raise errors.RequestTimedOut(f"Less than a KiB more of the body came in {patience_s:g} s.") from None
+        except (web.RequestPayloadError, HttpProcessingError):  # which quote what came
+            raise errors.InvalidRequest("The body cannot be read: it is not framed as its head says.") from None
+        return body
 
 
 async def _next_part(content: StreamReader, due_s: float) -> bytes:

@@ -134,6 +134,7 @@ PATHS: Final[Mapping[str, Path]] = {
     "/v1/responses/{response_id}/cancel": Path(Kind.STICKY, ("POST",), Work.TEXT, Style.RESPONSES),
     # The gateway's own
     "/v1/models": Path(Kind.OWN, _READ),
+    "/v1/models/{model}": Path(Kind.OWN, _READ),
     "/health": Path(Kind.OWN, _READ),
     "/healthz": Path(Kind.OWN, _READ),
     "/ready": Path(Kind.OWN, _READ),
@@ -165,14 +166,14 @@ PATHS: Final[Mapping[str, Path]] = {
 _NAME: Final = re.compile(r"(?!\.\.?$)[A-Za-z0-9._:@=-]{1,256}", re.ASCII)
 """A name in a path: no character that is another one in a URL, and no step. What matches is passed on as it is."""
 _TEMPLATES: Final = tuple(
-    (re.compile(re.sub(r"\\{\w+\\}", "([^/]+)", re.escape(path))), one) for path, one in PATHS.items() if "{" in path
+    (re.compile(re.sub(r"\\{\w+\\}", "(.+)", re.escape(path))), one) for path, one in PATHS.items() if "{" in path
 )
 
 
 class Found(NamedTuple):
     path: Path
     name: str = ""
-    """What the path names, of a sticky one."""
+    """What the path names: a response, or a model, whose name may be any text."""
 
 
 def is_name(text: str) -> bool:
@@ -185,6 +186,6 @@ def find(path: str) -> Found | None:
     if (one := PATHS.get(path)) is not None:
         return None if "{" in path else Found(one)
     for pattern, one in _TEMPLATES:
-        if (match := pattern.fullmatch(path)) and is_name(match[1]):
+        if (match := pattern.fullmatch(path)) and (one.kind is Kind.OWN or is_name(match[1])):
             return Found(one, match[1])
     return None

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 from aiohttp import web
@@ -33,6 +33,7 @@ from llumsched.gateway.errors import (
     GatewayError,
     MethodNotAllowed,
     NoInstance,
+    UnknownModel,
     UnknownPath,
     UnsupportedCoding,
 )
@@ -218,7 +219,7 @@ class Gateway:
             return self._refusals.answer(request, error, tenant.name if tenant else "")
         path = found.path
         if path.kind is Kind.OWN:
-            return await _OWN[request.path](self, request)
+            return await _OWN.get(request.path, Gateway.model)(self, request)
         return await self.exchanges.run(request, found)
 
     async def _keep_models(self) -> None:
@@ -263,15 +264,25 @@ class Gateway:
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
         """What all instances serve together."""
+        cards = await self._cards(request)
+        if not cards and len(self.backends):
+            return failure(NoInstance("No instance answers.", retry_after_s=1), "")
+        return _json(200, {"object": "list", "data": [cards[name] for name in sorted(cards)]})
+
+    async def model(self, request: web.BaseRequest) -> web.StreamResponse:
+        """What is said of one model."""
+        name = request.path.removeprefix("/v1/models/")
+        if card := (await self._cards(request)).get(name):
+            return _json(200, card)
+        return self._refusals.answer(request, UnknownModel(f"The model `{name[:256]}` does not exist."))
+
+    async def _cards(self, request: web.BaseRequest) -> dict[str, dict[str, Any]]:
         some_are_known = any(backend.models for backend in self.backends)
         if time.monotonic() - self.backends.refreshed_s > (_MODELS_S if some_are_known else _FIRST_MODELS_S):
             await self.placement.learn()
             await self.backends.refresh()
         key = authorization(request.headers) if self._passes_keys else ""
-        cards = await self.backends.cards(key)
-        if not cards and len(self.backends):
-            return failure(NoInstance("No instance answers.", retry_after_s=1), "")
-        return _json(200, {"object": "list", "data": [cards[name] for name in sorted(cards)]})
+        return await self.backends.cards(key)
 
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
         return _text(200, "OK")
@@ -307,6 +318,7 @@ class Gateway:
 
 _OWN: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]] = {
     "/v1/models": Gateway.models,
+    "/v1/models/{model}": Gateway.model,
     "/healthz": Gateway.health,
     "/health": Gateway.health,
     "/ping": Gateway.health,

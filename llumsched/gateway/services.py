@@ -14,6 +14,7 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.body import Body, Prompt
 from llumsched.gateway.chats.form import Form
 from llumsched.gateway.config import Config
+from llumsched.gateway.errors import Overloaded
 from llumsched.gateway.forwarded import RawHeaders
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Placed, Placement
@@ -58,6 +59,23 @@ class Received:
         return f"{path}?{query}" if query else path
 
 
+class Bodies:
+    """Bytes of the bodies in flight, of which there may be `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Counts bytes that have come. Raises Overloaded."""
+        self.num_bytes += num_bytes
+        if self.num_bytes > self._most:
+            raise Overloaded("The bodies of the requests in flight are too large together.", retry_after_s=1)
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
 class Running(Protocol):
     """A request that an engine has."""
 
@@ -85,6 +103,7 @@ class Services:
     tokens: TokenCounter
     stored: StoredResponses
     num_in_flight: int = 0
+    bodies: Bodies = field(init=False)
     budget: RetryBudget = field(init=False)
     trials: Trials[Backend] = field(init=False)
     _is_told: bool = False
@@ -104,5 +123,6 @@ class Services:
             )
 
     def __post_init__(self) -> None:
+        self.bodies = Bodies(self.config.max_bodies_bytes)
         self.budget = RetryBudget(self.config.retry_budget, lambda: self.num_in_flight, time.monotonic)
         self.trials = Trials(lambda: len(self.backends) - len(self.backends.avoided()))

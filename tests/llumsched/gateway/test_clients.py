@@ -15,7 +15,7 @@ import pytest
 from llumsched import descriptors
 from llumsched.gateway import workers
 from llumsched.gateway.config import Config
-from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster
+from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, until
 from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
@@ -183,3 +183,41 @@ def test_the_limit_is_raised_and_compared_with_what_is_asked(
     assert f"{hard} open files are allowed" in said
     assert f"take --max-requests {(hard - 256) // 2}" in said
     assert not descriptors.shortage(resource.RLIM_INFINITY, 1 << 40)
+
+
+@pytest.mark.asyncio
+async def test_body_that_comes_steadily_but_for_too_long_is_refused() -> None:
+    async with cluster(num_engines=1, body_timeout_s=0.5) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
+        writer.write(_post(b"", 10_000_000))
+        answer = asyncio.create_task(_answer(reader))
+        while not answer.done():
+            writer.write(b" " * 2048)
+            await asyncio.sleep(0.02)
+        assert await answer == 408
+        writer.close()
+        await it.until_idle()
+
+
+@pytest.mark.asyncio
+async def test_bodies_in_flight_have_a_limit_together() -> None:
+    body = BODY | {"filler": "x" * 10_000}
+    async with cluster(num_engines=1, max_bodies_bytes=25_000, mock=Mock(seen=[], interval_s=0.05)) as it:
+        long = body | {"max_tokens": 1000}
+        running = [asyncio.create_task(it.post(COMPLETIONS, long)) for _ in range(2)]
+        await until(lambda: len(it.engines.answering) == 2)
+        reply = await it.post(COMPLETIONS, body)
+        assert (reply.status, "Retry-After" in reply.headers) == (429, True)
+        assert (await it.post(COMPLETIONS, BODY)).status == 200, "a small one has room"
+        for one in running:
+            one.cancel()
+        await it.until_idle()
+        assert it.gateway.services.bodies.num_bytes == 0
+        assert (await it.post(COMPLETIONS, body)).status == 200
+
+
+@pytest.mark.asyncio
+async def test_byte_order_mark_before_a_body_is_left_out() -> None:
+    async with cluster(num_engines=1) as it:
+        assert (await it.post(COMPLETIONS, b"\xef\xbb\xbf" + json.dumps(BODY).encode())).status == 200
+        assert json.loads((it.engines.seen or [])[0]["content"]) == BODY

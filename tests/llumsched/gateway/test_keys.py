@@ -405,3 +405,35 @@ async def test_request_that_comes_with_the_end_of_the_handshake_is_read(write: W
 def test_whose_request_it_was_is_in_the_access_log() -> None:
     assert " key=team\\u0020a model=m " in _line(Record("id", COMPLETIONS, key="team a", model="m"))
     assert " id=id model=m " in _line(Record("id", COMPLETIONS, model="m"))
+
+
+class _Slow(Mock):
+    """Engines that tell their models only to who shows a key, and all of them only once all are asked."""
+
+    num_asked = 0
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            if "Authorization" not in request.headers:
+                return web.json_response({}, status=401)
+            self.num_asked += 1
+            await until(lambda: self.num_asked == 5)
+        return await super().answer(request)
+
+
+@pytest.mark.asyncio
+async def test_engines_are_asked_for_a_clients_models_all_at_once() -> None:
+    async with cluster(num_engines=5, mock=_Slow()) as it:
+        await until(lambda: it.gateway.backends.refreshed_s > 0)
+        async with it.client.get(it.url + "/v1/models", headers={"x-api-key": "the engines'"}) as answer:
+            assert [card["id"] for card in (await answer.json())["data"]] == ["mock"]
+
+
+@pytest.mark.asyncio
+async def test_one_model_is_described_and_another_one_does_not_exist() -> None:
+    async with cluster(num_engines=1, mock=Mock(models=("org/mock",))) as it:
+        for path in ("/v1/models/org/mock", "/v1/models/org%2Fmock"):
+            reply = await it.get(path)
+            assert (reply.status, reply.json["id"]) == (200, "org/mock")
+        reply = await it.get("/v1/models/none")
+        assert (reply.status, reply.json["error"]["code"]) == (404, 404)

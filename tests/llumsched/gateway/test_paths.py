@@ -40,7 +40,16 @@ COHERE = "/cohere/v2/chat"
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 BODY = {"model": "mock", "input": "Grüß dich"}
 STREAMED = BODY | {"stream": True}
-OF_OTHERS = {"/v1/audio/speech", "/healthz", "/ready", "/docs/oauth2-redirect", "/openapi.json", "/redoc", "/metrics"}
+OF_OTHERS = {
+    "/v1/models/{model}",
+    "/v1/audio/speech",
+    "/healthz",
+    "/ready",
+    "/docs/oauth2-redirect",
+    "/openapi.json",
+    "/redoc",
+    "/metrics",
+}
 """In the table, and no route that vLLM's own code decorates: vllm-omni's, the gateway's, FastAPI's, Prometheus'."""
 _ROUTE_MAKERS = {"get", "post", "put", "delete", "patch", "websocket", "add_api_route", "mount"}
 _OTHER_PROCESSES = ("dp_supervisor.py", "preload.py")

@@ -2,11 +2,12 @@
 """Selectors that pack: requests go to the fullest instance that stays below the limit with them.
 
     binPackingMitigationSelector      one request of the fullest source, the last that came
-    binPackingConsolidationSelector   all that decode at the emptiest source, so that it is free for others, or may go
+    binPackingConsolidationSelector   all that run at the emptiest source, so that it is free for others, or may go
 
 The names, and at most one source in a pass, are those of Llumnix: each move changes what the next is to go by, and a
 pass comes soon. There only what a destination has before the move is looked at; here what it has with it, so that a
-consolidation leaves nothing to mitigate.
+consolidation leaves nothing to mitigate. For the same reason as many are asked for as were counted, and never `ALL`:
+that would take what waits, too, for which no room was looked for; who waits is prefilled where it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from llumlet.protocol.selection import ALL, Order, Unit
+from llumlet.protocol.selection import Order, Unit
 from llumsched.cluster.columns import Rows, Values
 from llumsched.cluster.providers.status import Cargo
 from llumsched.policy.metrics import Metric
@@ -37,7 +38,7 @@ class PackingPairs:
     limit: float
     """The load below which destinations stay."""
     empties: bool
-    """Whether the emptiest source gives all that decodes; otherwise the fullest gives one request."""
+    """Whether the emptiest source gives all that run; otherwise the fullest gives one request."""
     purpose: ClassVar[Purpose] = Purpose.PACK
 
     @property
@@ -91,8 +92,7 @@ class PackingPairs:
         if destination is None:
             return False
         number = float(int(min(requests, draft.out_slots[source], draft.in_slots[destination])))
-        value = ALL if self.empties and number >= requests else number
-        cargo, selection = Cargo(number, number * each), Selection(Unit.NUM_REQ, Order.LCR, value)
+        cargo, selection = Cargo(number, number * each), Selection(Unit.NUM_REQ, Order.LCR, number)
         move = Move(policy, self.purpose, ids[source], ids[destination], selection, cargo.tokens, number)
         draft.choose(source, destination, move, cargo)
         return True

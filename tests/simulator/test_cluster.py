@@ -332,6 +332,30 @@ def test_others_make_room_for_an_urgent_request() -> None:
     assert num_moves[0] == 0
 
 
+def packed(policy: str, tpot_slo: float, arrivals: Sequence[Arrival]) -> tuple[list[dict[str, Any]], ...]:
+    """Requests of three instances, without moves and with those of a policy that packs."""
+    both = (None, ReschedulingConfig(policies=(policy,), tpot_slo=tpot_slo))
+    controls = [ControlConfig(policy="round-robin", rescheduling=one) for one in both]
+    return tuple(played(cluster(3, control=control), arrivals)[2] for control in controls)
+
+
+def test_what_little_decodes_comes_to_one_instance_and_is_in_time_there(ended: list[_Run]) -> None:
+    without, records = packed("binpacking_consolidation", 120.0, [Arrival(one / 10, 100, 1500) for one in range(12)])
+    assert Counter(one["instances"][-1] for one in without).most_common() == [(f"i000{at}", 4) for at in range(3)]
+    assert len({one["instances"][-1] for one in records}) == 1
+    assert max(one["tpot_s"] for one in records) < 0.12
+    assert 8 <= sum(one["num_moves"] for one in records) <= 12, "hardly one moves twice"
+    conserve(ended)
+
+
+def test_who_is_late_is_relieved_until_all_are_in_time(ended: list[_Run]) -> None:
+    arrivals = [Arrival(one / 10, 100 if one % 3 else 1800, 1200) for one in range(18)]
+    without, records = packed("binpacking_mitigation", 65.0, arrivals)
+    assert max(one["tpot_s"] for one in without) > 0.08
+    assert max(one["tpot_s"] for one in records) < 0.065
+    conserve(ended)
+
+
 @pytest.mark.parametrize(("ageing_s", "least_s", "most_s"), [(20.0, 20.0, 60.0), (0.0, 200.0, math.inf)])
 def test_nobody_starves_where_more_urgent_requests_come_than_can_be_served(
     ageing_s: float, least_s: float, most_s: float

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llumlet.protocol.selection import ALL, Order, Unit
+from llumlet.protocol.selection import Order, Unit
 from llumsched.cluster.instance import Instance
 from llumsched.latency.fitting import Coefficients
 from llumsched.policy.reader import PolicyError
@@ -46,7 +46,7 @@ def test_who_is_too_slow_gives_the_last_that_came_to_the_slowest_that_stays_in_t
 def test_who_has_little_to_decode_gives_all_of_it_to_the_slowest_that_stays_in_time() -> None:
     [move] = planned([at("D3", 25.0), at("D4", 40.0), at("D5", 30.0)], CONSOLIDATION, known=STEPS).moves
     assert (move.source, move.destination) == ("D3", "D4")
-    assert move.selection == Selection(Unit.NUM_REQ, Order.LCR, ALL)
+    assert move.selection == Selection(Unit.NUM_REQ, Order.LCR, 10), "what waits stays"
     assert move.expected_requests == 10
 
 
@@ -70,7 +70,7 @@ def test_a_destination_is_looked_at_with_all_that_comes() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "number", "value"),
-    [({"max_migrations_out": 4}, 4, 4), ({"max_migrations_out": 10}, 10, ALL), ({"max_migrations_out": 11}, 10, ALL)],
+    [({"max_migrations_out": 4}, 4, 4), ({"max_migrations_out": 10}, 10, 10), ({"max_migrations_out": 11}, 10, 10)],
 )
 def test_no_more_at_a_time_than_may_move(fields: dict[str, int], number: int, value: int) -> None:
     [move] = planned([at("a", 25.0, **fields), at("b", 40.0)], CONSOLIDATION, known=STEPS).moves

@@ -26,11 +26,14 @@ from vllm.v1.sample.sampler import Sampler
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.config import ACCEPTABLE
 from vllm_llumnix.engine.attach import _compile_logprobs
-from vllm_llumnix.engine.facts import reasoning_of, watermark_of
+from vllm_llumnix.engine.facts import WRITTEN_AS_BY, WrittenAs, reasoning_of, watermark_of, written_as_by
 from vllm_llumnix.engine.likeness import EngineFacts
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.kv.fingerprint import text_config_of
 from vllm_llumnix.kv.vllm_cache import caches_of
+from vllm_llumnix.patching import contract
+from vllm_llumnix.patching.relied_on import RELIED_ON
+from vllm_llumnix.patching.series import directory_of
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
 
@@ -182,6 +185,31 @@ def test_what_is_accepted(name: str) -> None:
     for other in {*ACCEPTABLE} - {name}:
         assert other in (ours.why_not_tokens(facts((name,), **{other: "another"})) or "")
     assert "accept: none here" in (facts().why_not_tokens(ours) or ""), "one of the two engines does not"
+
+
+@pytest.mark.parametrize("version", WRITTEN_AS_BY)
+def test_releases_that_write_the_same_have_been_compared(version: str) -> None:
+    """Whoever says so of a further release reads what has changed in the functions that write, and names it."""
+    written_as = WRITTEN_AS_BY[version]
+    ours = {(row.path, row.name) for row in RELIED_ON if row.used_by == "engine/facts.py"}
+    hashes = []
+    for release in (version, written_as.release):
+        signed = contract.load(directory_of(release))
+        hashes.append({it.name: it.digest for it in signed.functions if (it.path, it.name) in ours})
+    theirs, earlier = hashes
+    assert len(theirs) == len(earlier) == len(ours)
+    assert {name for name in theirs if theirs[name] != earlier[name]} == written_as.read
+
+
+def test_releases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WRITTEN_AS_BY, "0.34.0", WrittenAs("0.33.0", frozenset()))
+    assert [written_as_by(f"0.{minor}.0") for minor in (31, 32, 33, 34, 35)] == [
+        "0.31.0",
+        "0.32.0",
+        "0.32.0",
+        "0.32.0",
+        "0.35.0",
+    ]
 
 
 def test_weights_that_were_exchanged() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_llumnix.engine.block_rows import kind_of
 from vllm_llumnix.engine.likeness import (
@@ -28,9 +28,40 @@ from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.vllm_types import KVCacheGroup
 from vllm_llumnix.patching import state
 
-WRITTEN_AS_BY = {"0.33.0": "0.32.0"}
+
+class WrittenAs(NamedTuple):
+    """`release`: the earlier one. `read`: functions of those that this module relies on (`patching/relied_on.py`) that
+    differ between the two, and have been read: what they write is the same."""
+
+    release: str
+    read: frozenset[str]
+
+
+WRITTEN_AS_BY = {
+    "0.33.0": WrittenAs(
+        "0.32.0",
+        frozenset(
+            {
+                # Values of another order in pages of five dimensions, which ROCm alone has.
+                "triton_reshape_and_cache_flash",
+                "reshape_and_cache_kernel_flash",
+                # Tells Triton the range of an address.
+                "TritonAttentionImpl.do_kv_cache_update",
+                # Of states that lag behind (ReplaySSM, RecoverSSM), which are not carried.
+                "MambaStateShapeCalculator",
+            }
+        ),
+    )
+}
 """Releases of vLLM that keep in a KV cache, byte by byte, what an earlier one keeps there. `make test-next` moves
-requests between them."""
+requests between them. A test wants every difference between two releases in `read`."""
+
+
+def written_as_by(version: str) -> str:
+    """The earliest release whose KV caches are like those of this one."""
+    while (as_by := WRITTEN_AS_BY.get(version)) is not None:
+        version = as_by.release
+    return version
 
 
 def reasoning_of(config: Any) -> list[list[int]] | None:
@@ -103,7 +134,7 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         # Of the inside of a page: the kernels of CPUs have one for each kind, those of GPUs one for each backend.
         ARRANGEMENT: ", ".join(device for device in devices if device.startswith("cpu")),
         "attention_backend": attention,
-        "written_as_by_vllm": WRITTEN_AS_BY.get(vllm.__version__, vllm.__version__),
+        "written_as_by_vllm": written_as_by(vllm.__version__),
         "kinds_of_caches": named(sorted({mover.caches for mover in movers})),
         PAGES: named([[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts]),
     }

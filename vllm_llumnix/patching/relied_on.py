@@ -53,6 +53,9 @@ _V2_STATES = "vllm/v1/worker/gpu/states.py"
 _V2_HYBRID = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
 _STATES = "vllm/v1/worker/mamba_utils.py"
 _STATE_PARTS = "vllm/model_executor/layers/mamba/mamba_utils.py"
+_SPECS = "vllm/v1/kv_cache_interface.py"
+_BACKENDS = "vllm/v1/attention/backends"
+_LAYERS = "vllm/model_executor/layers"
 _AUX_OUTPUT = "vllm/distributed/aux_output_connector/connector.py"
 _CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/v1"
 
@@ -210,6 +213,52 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_V2_STATES, "engine/scheduler_port.py", "add_request", "RequestState"),
     *_of(_WORKER, "kv/worker.py", "sleep discard wake_up compile_or_warm_up_model execute_model", "Worker"),
     *_of(_BUDGETS, "thinking_budget.py", "sync_batch update_state _update_think_state", "ThinkingBudgetStateHolder"),
+    # What is in a page, byte by byte: `WRITTEN_AS_BY` says of two releases that it is the same. Compiled kernels of
+    # vLLM, FlashAttention and FlashInfer write there as well.
+    *_of(
+        _SPECS,
+        "engine/facts.py",
+        "create_kv_cache_views compute_layout_strides compute_layer_kv_cache_shape_bytes",
+    ),
+    *_of(
+        _SPECS,
+        "engine/facts.py",
+        "num_heads state_content_size_bytes unpadded_page_size_bytes",
+        "AttentionSpec",
+    ),
+    *_of(_SPECS, "engine/facts.py", "state_content_size_bytes", "MambaSpec"),
+    *_of("vllm/v1/kv_cache_layout.py", "engine/facts.py", "KVCacheLayout"),
+    *_of(f"{_BACKENDS}/flash_attn.py", "engine/facts.py", "do_kv_cache_update", "FlashAttentionImpl"),
+    *_of(f"{_BACKENDS}/flashinfer.py", "engine/facts.py", "do_kv_cache_update", "FlashInferImpl"),
+    *_of(f"{_BACKENDS}/flashinfer.py", "engine/facts.py", "customize_spec", "FlashInferBackend"),
+    *_of(f"{_BACKENDS}/triton_attn.py", "engine/facts.py", "do_kv_cache_update", "TritonAttentionImpl"),
+    *_of(f"{_BACKENDS}/triton_attn.py", "engine/facts.py", "customize_spec", "TritonAttentionBackend"),
+    *_of(f"{_BACKENDS}/b12x.py", "engine/facts.py", "customize_spec", "B12xPagedAttentionBackend"),
+    *_of(f"{_BACKENDS}/cpu_attn.py", "engine/facts.py", "do_kv_cache_update", "CPUAttentionBackendImpl"),
+    *_of(
+        "vllm/v1/attention/ops/triton_reshape_and_cache_flash.py",
+        "engine/facts.py",
+        "triton_reshape_and_cache_flash reshape_and_cache_kernel_flash",
+    ),
+    *_of(f"{_LAYERS}/attention/mla_attention.py", "engine/facts.py", "unified_mla_kv_cache_update"),
+    *_of(f"{_LAYERS}/mamba/abstract.py", "engine/facts.py", "bind_kv_cache", "MambaBase"),
+    *_of(f"{_LAYERS}/mamba/mamba_utils.py", "engine/facts.py", "MambaStateShapeCalculator"),
+    # Classes that are known by their names, without an import: under another one they would be taken for what they
+    # derive from.
+    *_of(
+        _SPECS,
+        "kv/vllm_cache.py",
+        "MLAAttentionSpec SlidingWindowMLASpec HiddenStateCacheSpec SinkFullAttentionSpec CrossAttentionSpec",
+    ),
+    *_of(
+        f"{_LAYERS}/attention_layer_base.py",
+        "kv/vllm_cache.py",
+        "bind_kv_cache get_attn_backend",
+        "AttentionLayerBase",
+    ),
+    *_of(f"{_LAYERS}/fused_moe/routed_experts.py", "kv/fingerprint.py", "__init__", "RoutedExperts"),
+    *_of(f"{_LAYERS}/vocab_parallel_embedding.py", "kv/fingerprint.py", "__init__", "VocabParallelEmbedding"),
+    *_of(f"{_LAYERS}/vocab_parallel_embedding.py", "kv/fingerprint.py", "__init__", "ParallelLMHead"),
     # The API server's client.
     *_of(
         _CLIENT,

@@ -12,7 +12,7 @@ not gpt-oss says `completed`, and Cohere's chat says `COMPLETE`. Transcriptions 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
@@ -58,18 +58,29 @@ def of_status(status: int) -> End:
 
 
 _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"(?!(?:%b)")' % b"|".join(sorted(map(str.encode, MODELS_ENDS))))
-_MARKS: Final[Mapping[Style, tuple[bytes, ...]]] = {
-    Style.OPENAI: (b"error",),
-    Style.RESPONSES: (b"error", b'"response"'),
-    Style.ANTHROPIC: (b"error", b"message_delta"),
-    Style.COHERE: (b"error", b"message-end"),
+
+
+def tells_finish(data: bytes) -> bool:
+    """Whether events may tell why a choice ended. Cheap, as most do not."""
+    return data.count(b'"finish_reason":null') != data.count(b'"finish_reason"')
+
+
+def _may_end_openai(data: bytes) -> bool:
+    return b"error" in data or (tells_finish(data) and _FINISH.search(data) is not None)
+
+
+_MAY_END: Final[Mapping[Style, Callable[[bytes], bool]]] = {
+    Style.OPENAI: _may_end_openai,
+    Style.RESPONSES: lambda data: b"error" in data or b'"response"' in data,
+    Style.ANTHROPIC: lambda data: b"error" in data or b"message_delta" in data,
+    Style.COHERE: lambda data: b"error" in data or b"message-end" in data,
 }
-"""Words without one of which an event is not worth reading."""
+"""Whether events are worth reading: nearly none of a stream are."""
 
 
 def in_events(data: bytes, style: Style) -> Ended | None:
     """The first event by which the engine itself ends the stream. `data`: whole events."""
-    if not any(mark in data for mark in _MARKS[style]) and (style is not Style.OPENAI or not _FINISH.search(data)):
+    if not _MAY_END[style](data):
         return None
     at = 0
     for event in split(data):

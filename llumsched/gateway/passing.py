@@ -90,7 +90,7 @@ class Passing(Attempts):
             rest += data
             end = events.end_of_events(rest)
             chunk, rest = rest[:end], rest[end:]
-            if chunk and not events.has_event(chunk):
+            if chunk and (not self._last or chunk.startswith(b":")) and not events.has_event(chunk):
                 call.heard()
                 await self._write(chunk, call, is_event=False)
                 continue

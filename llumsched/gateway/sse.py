@@ -89,7 +89,7 @@ class EventStream:
         else:
             self._rest = b""
         mark = _MARKS.search(data)
-        if (mark or b"error" in data) and (ended := ends.in_events(data, Style.OPENAI)):
+        if (b"error" in data or (mark and ends.tells_finish(data))) and (ended := ends.in_events(data, Style.OPENAI)):
             self.end, self.failure, data = ended.end, data[ended.at :], data[: ended.at]
             mark = _MARKS.search(data)
         if not self.has_event:

@@ -261,6 +261,7 @@ class Attempts(ABC):
             dp_rank=placed.dp_rank,
             is_once=bool(self._effects),
         )
+        call.wants_stream = self._body.is_streamed
         self._call = call
         async with call as answer:
             if answer.status == 200 and _is_event_stream(answer):

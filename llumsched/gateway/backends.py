@@ -314,8 +314,9 @@ class Backends:
         if status >= 500:
             self.outliers.broken(backend, why)
 
-    async def stands_still(self, backend: Backend, limit_s: float) -> bool:
-        """Whether an engine core does nothing at all for `limit_s`; thrice that if it does not count what it does.
+    async def stands_still(self, backend: Backend, limit_s: float, *, if_uncounted: bool = True) -> bool:
+        """Whether an engine core does nothing at all for `limit_s`; thrice that if it does not count what it does, and
+        then only `if_uncounted`: its silence must say something by itself.
 
         A request for one token waits in the queue of an engine that is busy. So it is proof if it is answered, and if
         it is not, the counters that move with every step of the engine decide.
@@ -329,7 +330,7 @@ class Backends:
             backend.last_token_s = time.monotonic()
         if generates is not False or backend.last_token_s > started_s:
             return False
-        return before == await self._counters(backend, limit_s)
+        return (bool(before) or if_uncounted) and before == await self._counters(backend, limit_s)
 
     async def _counters(self, backend: Backend, limit_s: float) -> list[bytes]:
         """Counters of the engine core's work; none if vLLM runs with `--disable-log-stats`, or it is not vLLM."""

@@ -119,7 +119,7 @@ class Call:
     """
 
     __slots__ = ("_connection", "_is_once", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost",
-                 "moved_s", "task", "timed_out")  # fmt: skip
+                 "moved_s", "task", "timed_out", "wants_stream")  # fmt: skip
 
     def __init__(self, upstream: Upstream, backend: Backend, request: Content, *, is_once: bool = False) -> None:
         """`is_once`: the request must not be sent a second time, so that it takes a connection that cannot be stale."""
@@ -132,6 +132,8 @@ class Call:
         self._is_once = is_once
         self._connection: Connection | None = None
         self.moved_s = time.monotonic()
+        self.wants_stream = False
+        """Whether the client wants its answer in parts: other answers are silent until they are whole."""
         self.is_stream = False
         """Whether the first byte of a stream has come."""
         self.is_writing = False

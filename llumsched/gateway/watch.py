@@ -9,7 +9,8 @@ Looks at all answers that are waited for, once in a while; no answer has a timer
 * an answer that is silent for longer than its own limit.
 
 Given up is nothing of, but no new requests get, an instance from which nothing comes for half of `stall_s` while
-several wait for it and most others answer, and one whose tokens come many times slower than those of others.
+several wait for it and most others answer, if it turns out to compute nothing when it is asked (long answers in one
+piece, and long prefills, are silent as well), and one whose tokens come many times slower than those of others.
 
 Time in which the gateway itself was stopped, or too busy to look, is nobody's silence.
 """
@@ -43,6 +44,7 @@ class Watch:
         self._clients = clients
         self._health_probes: dict[Backend, asyncio.Task[None]] = {}
         self._engine_probes: dict[Backend, asyncio.Task[None]] = {}
+        self._silence_probes: dict[Backend, asyncio.Task[None]] = {}
         self._trials: dict[Backend, asyncio.Task[None]] = {}
         shortest_s = min(config.stall_s, config.engine_stall_s, clients.shortest_s)
         self._pause_s = min(_LONGEST_PAUSE_S, shortest_s / 4)
@@ -61,7 +63,8 @@ class Watch:
                 self._clients.look(now_s)
                 self._upstream.sweep()
         finally:
-            await cancel(*self._health_probes.values(), *self._engine_probes.values(), *self._trials.values())
+            probes = (self._health_probes, self._engine_probes, self._silence_probes, self._trials)
+            await cancel(*(task for tasks in probes for task in tasks.values()))
 
     def _forgive(self, late_s: float, now_s: float) -> None:
         """Pardons `late_s` seconds in which nobody could be heard."""
@@ -104,8 +107,8 @@ class Watch:
         )
         if 2 * len(silent) < len(waiting):
             for backend, number in silent.items():
-                if number >= _SEVERAL:
-                    outliers.silent(backend, f"{number} requests wait, and nothing comes")
+                if number >= _SEVERAL and not outliers.is_out(backend):
+                    _start(self._silence_probes, backend, self._probe_silence)
         by_models = defaultdict(list)
         for backend in self._backends:
             by_models[frozenset(backend.models or ())].append(backend)
@@ -125,6 +128,12 @@ class Watch:
     async def _probe_engine(self, backend: Backend) -> None:
         if await self._backends.stands_still(backend, self._config.engine_stall_s):
             self._stalled(backend, "is asked for one token and computes nothing")
+
+    async def _probe_silence(self, backend: Backend) -> None:
+        waiting = [call for call in self._upstream.calls if call.backend is backend]
+        has_streams = sum(call.wants_stream for call in waiting) >= _SEVERAL
+        if await self._backends.stands_still(backend, self._config.stall_s / 2, if_uncounted=has_streams):
+            self._backends.outliers.silent(backend, f"{len(waiting)} requests wait, and it computes nothing")
 
     def _stalled(self, backend: Backend, reason: str) -> None:
         backend.is_stalled = True

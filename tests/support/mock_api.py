@@ -114,6 +114,8 @@ class Mock:
     """The number of the event of the next stream in whose place an error is reported."""
     hung: set[int] = field(default_factory=set)
     """Ports."""
+    counters: str = ""
+    """What /metrics says; empty: there is no such path."""
     is_healthy_while_hung: bool = False
     """It is the engine core that hangs, and the API server does what it can without."""
     waiting: list[str] = field(default_factory=list)
@@ -129,6 +131,8 @@ class Mock:
             return web.json_response({"object": "list", "data": cards})
         if request.path == "/health":
             return web.Response(status=self.health)
+        if request.path == "/metrics" and self.counters:
+            return web.Response(text=self.counters)
         if request.path == "/detokenize":
             return web.json_response({"prompt": _text(b"".join(map(bytes_of, (await request.json())["tokens"])))})
         if request.path not in _INFERENCE_PATHS:

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
@@ -24,7 +26,7 @@ from llumsched.gateway.retries import RetryBudget, backoff_s
 from llumsched.gateway.server import Gateway
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import SchedulerConfig, serve
-from tests.llumsched.gateway.support import DEADLINE_S, cluster, engine, until
+from tests.llumsched.gateway.support import DEADLINE_S, cluster, engine, turns, until
 from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
@@ -360,11 +362,71 @@ async def test_instances_that_fail_at_once_take_no_requests_down_with_them(statu
         await it.until_used_again(bad)
 
 
+@dataclass
+class Mute(Mock):
+    """Answers no completion, whosever it is. `steps`: its engine core's; None if it does not count them."""
+
+    steps: Iterator[int] | None = None
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/metrics" and self.steps is not None:
+            return web.Response(text=f'vllm:generation_tokens_total{{engine="0"}} {next(self.steps)}\n')
+        if request.path == COMPLETIONS:
+            if "X-Request-Id" in request.headers:
+                self.waiting.append(request.headers["X-Request-Id"])
+            await asyncio.sleep(3600)
+        return await super().answer(request)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("steps", "stream", "is_silent"),
+    [(None, False, False), (itertools.count(), False, False), (itertools.count(), True, False),
+     (itertools.repeat(0), False, True), (itertools.repeat(0), True, True), (None, True, True)],
+    ids=["one piece, uncounted", "one piece, computing", "prefill", "one piece, still", "streams, still", "uncounted"],
+)  # fmt: skip
+async def test_instance_is_silent_only_if_it_computes_nothing(
+    steps: Iterator[int] | None, stream: bool, is_silent: bool
+) -> None:
+    """Others answer meanwhile."""
+    mute = Mute(models=("mute",), steps=steps)
+    async with AsyncExitStack() as stack:
+        port, _, _ = await stack.enter_async_context(engine(mute))
+        it = await stack.enter_async_context(cluster(num_engines=2, mock=Mock(interval_s=0.02), stall_s=0.4))
+        backend = it.gateway.backends.at(Address("127.0.0.1", port))
+        await until(lambda: all(one.models for one in it.gateway.backends if one is not backend))
+        await it.gateway.backends.refresh()
+        assert "mute" in (backend.models or ())
+        asked = [asyncio.create_task(it.post(COMPLETIONS, BODY | {"model": "mute", "stream": stream}))
+                 for _ in range(4)]  # fmt: skip
+        asked += [asyncio.create_task(it.post(COMPLETIONS, BODY | {"stream": True, "max_tokens": 2000}))
+                  for _ in range(4)]  # fmt: skip
+        await until(lambda: len(mute.waiting) == 4)
+        outliers, probes = it.gateway.backends.outliers, 0
+        stands_still = it.gateway.backends.stands_still
+
+        async def counted(*args: Any, **kwargs: Any) -> bool:
+            nonlocal probes
+            found = await stands_still(*args, **kwargs)
+            probes += 1
+            return found
+
+        it.gateway.backends.stands_still = counted  # type: ignore[method-assign]
+        await until(lambda: probes)
+        await turns()
+        assert outliers.is_out(backend) == is_silent
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: not it.gateway.upstream.calls)
+
+
 @pytest.mark.asyncio
 async def test_few_requests_wait_for_an_instance_that_accepts_them_and_never_answers() -> None:
     """Its API server is well. Round robin sends it one of a hundred until it is known to hang, seconds later."""
     async with fleet(100, scheduling_policy="round-robin", stall_s=1.0, engine_stall_s=2.0) as it:
         mute = it.mocks[0]
+        mute.counters = "vllm:generation_tokens_total 7\n"
         mute.is_healthy_while_hung = True
         mute.hung.add(it.ports[0])
         await it.load(4000, 50, BODY)

@@ -182,6 +182,8 @@ class Complaining(Struct):
     gateway_id: Annotated[str, Meta(min_length=1, max_length=1024)]
     instances: Annotated[list[Avoided], Meta(max_length=MOST_EXCLUDED)]
     ttl_s: Annotated[float, Meta(gt=0, le=3600)]
+    host: Name = ""
+    """The machine of the gateway, all of whose gateways and workers have one vote together; empty: it has its own."""
 
 
 class Attained(Struct):

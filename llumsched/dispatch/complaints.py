@@ -2,14 +2,15 @@
 """Instances that gateways complain of: what one has learned from failures, all know.
 
 What an instance says itself (it answers with errors, refuses what others take, is slow) is believed from one gateway,
-for all of them. That it cannot be reached may be the gateway's own trouble: it counts for itself at once, and for the
-others when more than half of those that were heard of lately say the same. Out of all instances at most a half is
-refused, those first that most gateways complain of; who cannot be reached is refused in any case.
+for all of them. That it cannot be reached may be the trouble of the gateway or its machine: it counts for itself at
+once, and for the others when more than half of the machines with gateways that were heard of lately say the same. The
+gateways of one machine share its vote. Out of all instances at most a half is refused, those first that most complain
+of; who cannot be reached is refused in any case.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +21,8 @@ from llumsched.cluster.instance import Instance
 
 _MOST_GATEWAYS: Final = 10_000
 _MOST_REFUSED: Final = 0.5
+_DIGITS: Final = 9
+"""Digits of a sum of shares that count."""
 _OF_THE_WAY: Final = frozenset((Cause.UNREACHABLE, Cause.SILENCE))
 """Causes that may be the network's fault, or the gateway's."""
 
@@ -35,6 +38,7 @@ class Complaint:
 
 @dataclass(slots=True)
 class _Gateway:
+    host: str
     complaints: Mapping[Address, Complaint]
     until_s: float
 
@@ -54,12 +58,13 @@ class Complaints:
 
     # From gateways
 
-    def complain(self, gateway_id: str, complaints: Mapping[Address, Complaint], ttl_s: float) -> None:
-        """Takes all that this gateway complains of now; what it said before is void, and this is after `ttl_s`."""
+    def complain(self, gateway_id: str, complaints: Mapping[Address, Complaint], ttl_s: float, host: str = "") -> None:
+        """Takes all that this gateway complains of now; what it said before is void, and this is after `ttl_s`.
+        `host`: its machine; empty: one of its own."""
         known = self._gateways.pop(gateway_id, None)
         if len(self._gateways) >= _MOST_GATEWAYS:
             del self._gateways[next(iter(self._gateways))]
-        self._gateways[gateway_id] = _Gateway(complaints, self._clock() + ttl_s)
+        self._gateways[gateway_id] = _Gateway(host or gateway_id, complaints, self._clock() + ttl_s)
         if known is None or known.complaints != complaints:
             self._changed()
 
@@ -109,22 +114,25 @@ class Complaints:
         for known in [one for one, gateway in self._gateways.items() if gateway.until_s <= now_s]:
             del self._gateways[known]
         self._valid_until_s = min((gateway.until_s for gateway in self._gateways.values()), default=float("inf"))
+        sizes = Counter(gateway.host for gateway in self._gateways.values())
         by_address = defaultdict(list)
+        votes: defaultdict[Address, float] = defaultdict(float)
         for by, gateway in self._gateways.items():
             for address, complaint in gateway.complaints.items():
                 if address in self._ids:
                     by_address[address].append((by == gateway_id, complaint))
-        quorum = len(self._gateways) / 2
+                    votes[address] += 1 / sizes[gateway.host]
+        quorum = len(sizes) / 2
         counted = []
         for address, complaints in by_address.items():
             valid = [
                 complaint
                 for is_own, complaint in complaints
-                if is_own or complaint.cause not in _OF_THE_WAY or len(complaints) > quorum
+                if is_own or complaint.cause not in _OF_THE_WAY or round(votes[address], _DIGITS) > quorum
             ]
             if valid:
                 oldest = min(valid, key=lambda one: one.since_s)
-                counted.append((-len(complaints), oldest.since_s, address, oldest))
+                counted.append((-round(votes[address], _DIGITS), oldest.since_s, address, oldest))
         refused: dict[str, str] = {}
         num_refused = 0
         for _, _, address, complaint in sorted(counted, key=lambda one: one[:3]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 import uuid
 from collections import defaultdict
@@ -268,7 +269,7 @@ class Scheduled(Placement):
             )
             for backend, ejection in avoided.items()
         ]
-        self._client.tell("/complaints", Complaining(self.gateway_id, instances, COMPLAINT_TTL_S))
+        self._client.tell("/complaints", Complaining(self.gateway_id, instances, COMPLAINT_TTL_S, socket.gethostname()))
 
     async def learn(self) -> None:
         for address in await self._client.instances():

@@ -181,6 +181,7 @@ class Api:
                 for one in told.instances
             },
             told.ttl_s,
+            told.host,
         )
         return web.Response()
 

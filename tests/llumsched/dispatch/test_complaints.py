@@ -30,9 +30,9 @@ class Cluster:
         self.view.put_metadata(metadata)
         return self.view[instance_id]
 
-    def complain(self, gateway: str, cause: Cause, *ports: int) -> None:
+    def complain(self, gateway: str, cause: Cause, *ports: int, host: str = "") -> None:
         told = {Address("10.0.0.1", port): Complaint(cause, "said", self.now_s) for port in ports}
-        self.complaints.complain(gateway, told, TTL_S)
+        self.complaints.complain(gateway, told, TTL_S, host)
 
     def refused(self, gateway: str) -> set[str]:
         return set(self.complaints.of(gateway))
@@ -55,6 +55,23 @@ def test_what_may_be_the_way_counts_for_oneself_and_from_more_than_half_for_all(
     assert (cluster.refused("a"), cluster.refused("b"), cluster.refused("unknown")) == ({"i3"}, set(), set())
     cluster.complain("b", cause, 3)
     assert cluster.refused("c") == cluster.refused("unknown") == {"i3"}
+
+
+def test_workers_of_one_machine_share_its_vote() -> None:
+    """Its network may be what is broken, however many workers it has."""
+    cluster = Cluster(10)
+    workers = [f"worker-{number}" for number in range(8)]
+    for worker in workers:
+        cluster.complain(worker, Cause.UNREACHABLE, 3, host="big")
+    for gateway in "ab":
+        cluster.complain(gateway, Cause.UNREACHABLE, host=gateway)
+    assert cluster.refused("a") == set()
+    assert cluster.refused("worker-0") == {"i3"}
+    cluster.complain("a", Cause.UNREACHABLE, 3, host="a")
+    assert cluster.refused("b") == {"i3"}
+    for worker in workers[:4]:
+        cluster.complain(worker, Cause.UNREACHABLE, host="big")
+    assert cluster.refused("b") == set(), "one and a half of three"
 
 
 def test_complaints_end_if_they_are_not_said_again() -> None:

@@ -67,7 +67,7 @@ class Exchanges:
                 record.id, own_id = self._ids.take(wish)
                 raise
             record.id, own_id = self._ids.take(wish, body.head.request_id)
-            record.model = body.model
+            record.model, record.wants_stream = body.model, body.is_streamed
             tenant = request.get(TENANT)
             if tenant:
                 record.key = tenant.name

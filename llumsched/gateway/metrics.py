@@ -54,6 +54,7 @@ class Record:
     model: str = ""
     status: int = 0
     instance: str = ""
+    wants_stream: bool = False
     is_streamed: bool = False
     num_input_tokens: int = 0
     num_output_tokens: int = 0
@@ -88,10 +89,14 @@ class Record:
 
     @property
     def has_met_objectives(self) -> bool | None:
-        """Whether it was in time; None if it had no objectives, or nobody can tell: its client left, or got its answer
-        in one piece."""
-        if not self.objectives or self.status == CLIENT_GONE or (self.status == 200 and self.ttft_s is None):
+        """Whether it was in time; None if it had no objectives, or nobody can tell: its client left in time, or wanted
+        its answer in one piece."""
+        if not self.objectives or (self.status == 200 and self.ttft_s is None):
             return None
+        if self.status == CLIENT_GONE:
+            waited_s = self.e2e_s if self.ttft_s is None else self.ttft_s
+            is_late = self.wants_stream and not self.objectives.are_met(waited_s * 1e3, 0.0)
+            return False if is_late else None
         if self.status != 200 or self.ttft_s is None:
             return False
         return self.objectives.are_met(self.ttft_s * 1e3, (self.tpot_s or 0.0) * 1e3)

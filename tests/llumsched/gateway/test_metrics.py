@@ -13,6 +13,8 @@ import pytest
 from aiohttp import web
 
 from llumsched.gateway.config import AccessLog
+from llumsched.gateway.metrics import CLIENT_GONE, Record
+from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.sse import DONE, event
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, Scripted, cluster, until
 from tests.support.mock_api import Mock
@@ -207,3 +209,21 @@ async def test_gateway_serves_though_its_port_for_metrics_is_taken(caplog: pytes
         async with cluster(num_engines=1, metrics_port=port) as it:
             assert (await it.post(COMPLETIONS, BODY)).status == 200
     assert f"no metrics: 127.0.0.1:{port}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "met"),
+    [
+        ({"e2e_s": 0.3}, False),
+        ({"e2e_s": 0.1}, None),
+        ({"e2e_s": 9.0, "ttft_s": 0.3}, False),
+        ({"e2e_s": 9.0, "ttft_s": 0.1}, None),
+        ({"e2e_s": 0.3, "wants_stream": False}, None),
+        ({"e2e_s": 0.3, "objectives": Objectives(tpot_ms=1.0)}, None),
+    ],
+)
+def test_client_that_gives_up_late_has_missed_its_objective(fields: dict[str, Any], met: bool | None) -> None:
+    record = Record("r", "/v1/completions", status=CLIENT_GONE, wants_stream=True, objectives=Objectives(ttft_ms=200.0))
+    for name, value in fields.items():
+        setattr(record, name, value)
+    assert record.has_met_objectives is met

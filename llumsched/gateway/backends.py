@@ -25,6 +25,8 @@ from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
 from llumsched.model_memory import ModelMemory
 
 _ASK_TIMEOUT_S = 3.0
+_MISSES = 2
+"""Questions in a row that an instance which was well may not answer until it is held for down."""
 _ASKED_AT_ONCE = 64
 """Limit of the requests for models at a time: a thousand connections in one burst hold up all streams."""
 _FORGOTTEN_S = 300.0
@@ -52,6 +54,9 @@ class Backend:
         """Whether no token comes though its API server is well; ends with the next token."""
         self.answered_s = self.last_token_s
         """The time at which it told its models last."""
+        self.num_missed = 0
+        """Questions for its models in a row that it did not answer."""
+        self.has_answered = False
         self.doubted_s = -float("inf")
         """The time at which it was asked last whether a failure was its own fault."""
         self._urls: dict[str, URL] = {}
@@ -193,7 +198,7 @@ class Backends:
 
     async def ask_again(self) -> None:
         """Asks those that did not answer: an engine is known before its API server listens."""
-        await self._ask_all([backend for backend in self if backend.is_down])
+        await self._ask_all([backend for backend in self if backend.is_down or backend.num_missed])
 
     async def close(self) -> None:
         await cancel(
@@ -241,7 +246,7 @@ class Backends:
     async def _ask(self, backend: Backend) -> None:
         try:
             backend.models = await self._cards(backend, self._headers)
-            backend.is_down = False
+            backend.is_down, backend.num_missed, backend.has_answered = False, 0, True
             backend.answered_s = time.monotonic()
             for model in backend.models or ():
                 self.names.served(model)
@@ -250,6 +255,10 @@ class Backends:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if descriptors.none_left(error):
                 return
+            backend.num_missed += 1
+            is_refused = isinstance(error, aiohttp.ClientConnectorError)
+            if not is_refused and backend.has_answered and backend.num_missed < _MISSES:
+                return  # it may be busy for a moment, and so may be the gateway
             backend.is_down = True
             if backend.endpoint not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
                 self._forget(backend)

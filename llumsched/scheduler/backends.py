@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that report nothing (lite mode): a static list of API servers, asked again and again what they serve.
 
-One that answers is in the view with its models, and schedulable; one that stops answering stays for a moment, not
-schedulable, and leaves it after `_TRIES` questions without an answer. Why one is not in the view is in the log.
+One that answers is in the view with its models, and schedulable. One question without an answer changes nothing: an API
+server may be busy for a moment. After the second one it is not schedulable, and after `_TRIES` it leaves the view. Why
+one is not in the view is in the log.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from llumsched.contract import decode
 
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3
+_MISSES: Final = 2
+"""Questions in a row without an answer after which an engine is not schedulable."""
 _MOST_BYTES: Final = 8 << 20
 """Limit of one answer: some ten thousand models and adapters."""
 
@@ -126,7 +129,7 @@ class StaticEngines:
     def _failed(self, backend: _Backend, why: str) -> None:
         backend.num_failures += 1
         if backend.num_failures < _TRIES:
-            self._say(backend, schedulable=False)
+            self._say(backend, schedulable=backend.num_failures < _MISSES)
             return
         if backend.problem != why:
             backend.problem = why

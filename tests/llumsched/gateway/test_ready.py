@@ -12,6 +12,7 @@ from llumlet import tasks
 from llumlet.types import Address
 from llumsched.gateway import scheduler_client
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, engine, until
+from tests.support.mock_api import Mock
 
 
 async def _until_ready(it: Cluster, expected: str) -> None:
@@ -55,6 +56,30 @@ async def test_who_begins_to_listen_is_used_long_before_the_next_round() -> None
         assert late in it.gateway.backends.avoided()
         async with engine(it.engines, port):
             await until(lambda: not it.gateway.backends.avoided())
+
+
+@pytest.mark.asyncio
+async def test_instance_survives_one_missed_look() -> None:
+    """It is asked again soon. One that refuses connections is down at once."""
+
+    class Busy(Mock):
+        is_busy = False
+
+        async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+            if request.path == "/v1/models" and self.is_busy:
+                return web.Response(status=503)
+            return await super().answer(request)
+
+    async with cluster(num_engines=1, mock=(engines := Busy()), models_refresh_s=3600) as it:
+        (backend,) = it.gateway.backends
+        await until(lambda: backend.models)
+        engines.is_busy = True
+        await it.gateway.backends.refresh()
+        assert not it.gateway.backends.avoided()
+        await it.gateway.backends.ask_again()
+        assert backend in it.gateway.backends.avoided()
+        engines.is_busy = False
+        await until(lambda: not it.gateway.backends.avoided())
 
 
 class _Saying:

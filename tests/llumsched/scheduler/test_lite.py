@@ -187,6 +187,28 @@ async def test_engines_come_and_go() -> None:
         await backends.close()
 
 
+async def test_engine_survives_one_missed_look() -> None:
+    engine = Engine("m")
+    await engine.start()
+    backends = StaticEngines({engine.address: InferType.NEUTRAL}, timeout_s=60.0)
+    await backends.start()
+    try:
+        (known,) = backends._backends
+        (instance,) = backends.view.values()
+        assert backends._session is not None
+        seen = []
+        for status in (503, 200, 503, 503, 200):
+            engine.status = status
+            await backends._ask(backends._session, known)
+            (instance,) = backends.view.values()
+            assert instance.status is not None
+            seen.append(instance.status.schedulable)
+        assert seen == [True, True, True, False, True]
+    finally:
+        await backends.close()
+        await engine.stop()
+
+
 async def asked(engine: Engine, **settings: Any) -> list[str]:
     """The models that one round of questions finds."""
     await engine.start()

@@ -37,6 +37,7 @@ HINTS: Final[dict[Reason, str]] = {
     Reason.DESTINATION_PAUSED: "The destination is paused or asleep; wake it first.",
     Reason.DESTINATION_NEEDS_BLOCKS: "Its own requests need the blocks: move fewer, or elsewhere.",
     Reason.SOURCE_BUSY: "It moves as many as --llumlet-max-migrations-out lets it. " + _LATER,
+    Reason.SOURCE_PAUSED: "The source is paused or asleep; wake it first, or give --method recompute.",
     Reason.SHUTTING_DOWN: "That instance is on its way out; choose another.",
     Reason.OTHER_WEIGHTS: "Weights were updated at one of the two only: update the other, or wait until that is done.",
     Reason.PEER_UNREACHABLE: (

@@ -32,6 +32,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_BUSY: _ClassVar[Reason]
     SHUTTING_DOWN: _ClassVar[Reason]
     OTHER_WEIGHTS: _ClassVar[Reason]
+    SOURCE_PAUSED: _ClassVar[Reason]
     PEER_UNREACHABLE: _ClassVar[Reason]
     TRANSPORT_UNAVAILABLE: _ClassVar[Reason]
     TRANSFER_FAILED: _ClassVar[Reason]
@@ -119,6 +120,7 @@ DESTINATION_NEEDS_BLOCKS: Reason
 SOURCE_BUSY: Reason
 SHUTTING_DOWN: Reason
 OTHER_WEIGHTS: Reason
+SOURCE_PAUSED: Reason
 PEER_UNREACHABLE: Reason
 TRANSPORT_UNAVAILABLE: Reason
 TRANSFER_FAILED: Reason

@@ -40,6 +40,7 @@ class Reason(enum.StrEnum):
     DESTINATION_PAUSED = "destination_paused"
     DESTINATION_NEEDS_BLOCKS = "destination_needs_blocks"
     SOURCE_BUSY = "source_busy"
+    SOURCE_PAUSED = "source_paused"
     SHUTTING_DOWN = "shutting_down"
     OTHER_WEIGHTS = "other_weights"
     # The way between them

@@ -126,21 +126,10 @@ def test_a_paused_group_sleeps_on(rig: Rig, state: PauseState) -> None:
     with pytest.raises(Refused) as refused:
         rank.kvconn.admit(request, request.num_tokens - 1)
     assert refused.value.reason is Reason.DESTINATION_PAUSED
-    assert "a" in rig.port.reservations
+    rig.port.reservations.cancel(request)
     rank.adoptions.add_on_loop(rig.request("b"), None)
     assert not rank.engines_running
     assert rank.told_coordinator() == []
-
-
-def test_a_running_group_that_is_about_to_pause_takes_it(rig: Rig) -> None:
-    rank = Rank(rig)
-    rank.engines_running = True
-    request = rig.request("a")
-    rig.port.reservations.make(request, use_prefix_cache=False)
-    rig.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    rank.kvconn.admit(request, request.num_tokens - 1)
-    assert rank.told_coordinator() == []
-    assert "a" in rig.scheduler.requests
 
 
 def test_an_engine_of_its_own_tells_nobody(rig: Rig) -> None:

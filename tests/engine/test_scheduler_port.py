@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import BLOCK_SIZE, Rig, window
-from vllm_llumnix.engine.attach import _watch_sleep
 from vllm_llumnix.engine.request_state import why_not_now
 
 KINDS = {
@@ -194,34 +191,6 @@ def test_reservation_is_given_back_whole(rig: Rig) -> None:
     rig.port.reservations.cancel(request)
     rig.port.reservations.cancel(request)
     assert (rig.free_blocks, rig.scheduler.max_num_active_reqs) == (free, slots)
-
-
-@pytest.mark.parametrize("how", ["sleep", "discard"])
-def test_what_was_copied_before_sleep_is_no_cache(rig: Rig, how: str) -> None:
-    executor = SimpleNamespace(sleep=lambda level: None, discard=lambda tags: None)
-    _watch_sleep(executor, rig.port)
-    before, queued, later = (rig.request(name) for name in ("before", "queued", "later"))
-    rig.port.reservations.make(before, use_prefix_cache=False)
-    rig.port.reservations.make(queued, use_prefix_cache=False, queued=True)
-    executor.discard(("weights",))
-    rig.port.reservations.grow(before, 100)
-    if how == "sleep":
-        executor.sleep(1)
-    else:
-        executor.discard(("kv_cache",))
-    rig.port.reservations.make(later, use_prefix_cache=False)
-    for use in (
-        partial(rig.port.reservations.grow, before, 200),
-        partial(rig.port.reservations.admit, before, before.num_tokens - 1),
-    ):
-        with pytest.raises(Refused, match="slept") as refusal:
-            use()
-        assert refusal.value.reason is Reason.DESTINATION_PAUSED
-    rig.port.reservations.admit(later, later.num_tokens - 1)
-    rig.port.reservations.grow(queued, 100)
-    rig.port.reservations.cancel(before)
-    rig.port.reservations.make(before, use_prefix_cache=False)
-    rig.port.reservations.admit(before, before.num_tokens - 1)
 
 
 def test_reserve_preempts_nobody(rig: Rig) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 from llumlet.types import AdoptRequest
 from tests.shells.cluster import Cluster, Instance, Stream
 from tests.shells.network import Kind
+from vllm_llumnix.kv.messages import Pull
 
 
 @contextlib.contextmanager
@@ -33,13 +34,31 @@ def slow_copies(instance: Instance, seconds: float) -> contextlib.AbstractContex
 
 
 @contextlib.contextmanager
-def before_copies(instance: Instance, action: Callable[[], Any]) -> Iterator[None]:
-    """Before it copies anything, this instance's mover does that."""
+def copying(instance: Instance, *, final: bool = False) -> Iterator[threading.Event]:
+    """Its mover stands still in the first copy; with `final`, in the first for which a stream waits. The event: it has
+    begun that."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stand_still(pull: Pull) -> None:
+        if pull.final is final or not final:
+            begun.set()
+            go_on.wait()
+
+    with before_copies(instance, stand_still, of_pull=True):
+        try:
+            yield begun
+        finally:
+            go_on.set()
+
+
+@contextlib.contextmanager
+def before_copies(instance: Instance, action: Callable[..., Any], *, of_pull: bool = False) -> Iterator[None]:
+    """Before it copies anything, this instance's mover does that; `of_pull`: with what it is to copy."""
     transport = instance.engine.model_executor.mover.mover.transports[0]
     stock = transport.pull
 
     def pull(*args: Any) -> Iterator[int]:
-        action()
+        action(*args[:of_pull])
         yield from stock(*args)
 
     with mock.patch.object(transport, "pull", pull):

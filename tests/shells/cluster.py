@@ -288,7 +288,7 @@ class Instance:
         counts = {
             "requests": len(engine.scheduler.requests),
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-            "pins": port._num_pins,
+            "pins": len(port._pins),
             "reservations": len(port.reservations._reserved),
             "slots of reservations": len(port.reservations._with_slot),
             "batch slots": self._slots - engine.scheduler.max_num_active_reqs,

@@ -37,6 +37,12 @@ PACE_SECONDS = 0.004
 """Of one step."""
 
 
+DOES_NOTHING = frozenset(
+    ["execute_dummy_batch", "synchronize_device", "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "update"]
+)
+"""Methods of a worker for which this one has nothing to compile, to warm or to let go of."""
+
+
 def cell(before: int, token: int, layer: int) -> int:
     # Hashes of tuples of integers are the same in every process.
     return hash((before, token, layer))
@@ -204,8 +210,8 @@ class FakeExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        if method in (attach._compile_logprobs, attach._write_down_compiles, "execute_dummy_batch"):
-            return [None]  # there is nothing to compile, and nothing to warm
+        if method in (attach._compile_logprobs, attach._write_down_compiles) or method in DOES_NOTHING:
+            return [None]
         assert callable(method), method
         with _of_process:
             # What is a worker process's own in production is this worker's here.

@@ -69,7 +69,7 @@ async def test_of_a_source(model_dir: Path) -> list[str]:
         ):
             move = await cluster.migrate(stream)
         assert (move.phase, move.reason) == (MovePhase.STAYED, Reason.TRANSFER_FAILED), move.detail
-        await until(lambda: not cluster["A"].engine.kvconn.port._num_pins, lambda: "; ".join(cluster["A"].held))
+        await until(lambda: not cluster["A"].engine.kvconn.port._pins, lambda: "; ".join(cluster["A"].held))
         await goes_with_its_tokens(cluster, stream, "A", "B", lost="A")
         return await cluster.verdict(stream)
 

@@ -70,8 +70,7 @@ def no_pins(patch: Patch) -> None:
         if frozen is None:
             return None
         self.unpin(frozen.pin)
-        self._num_pins += 1
-        return dataclasses.replace(frozen, pin=Pin([]))
+        return dataclasses.replace(frozen, pin=self._pin([]))
 
     patch.setattr(SchedulerPort, "drained", drained)
 
@@ -82,8 +81,7 @@ def no_pins_of_claims(patch: Patch) -> None:
 
     def pin_all(self: SchedulerPort, request: Request) -> Pin:
         self.unpin(stock(self, request))
-        self._num_pins += 1
-        return Pin([])
+        return self._pin([])
 
     patch.setattr(SchedulerPort, "pin_all", pin_all)
 

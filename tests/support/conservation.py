@@ -82,7 +82,16 @@ async def assert_conserved(before: dict[Server, Holdings], timeout_s: float = 15
 
 async def reserved_at(server: Server, timeout_s: float = 20.0) -> None:
     """Blocks for a request on its way there."""
+    await _held_at(server, "reserved_blocks", timeout_s)
+
+
+async def pinned_at(server: Server, timeout_s: float = 20.0) -> None:
+    """Blocks of a request on its way from there."""
+    await _held_at(server, "pinned_blocks", timeout_s)
+
+
+async def _held_at(server: Server, kind: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while (await holdings(server)).reserved_blocks == 0:
-        assert time.monotonic() < deadline, f"{server.name} reserves nothing"
+    while not getattr(held := await holdings(server), kind):
+        assert time.monotonic() < deadline, f"{server.name} has no {kind}: {held}"
         await asyncio.sleep(0.02)

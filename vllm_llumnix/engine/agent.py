@@ -45,6 +45,7 @@ from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.memory import Grant, Movers
 from vllm_llumnix.engine.metadata import metadata_of
 from vllm_llumnix.engine.migrations import Migrations
+from vllm_llumnix.engine.pauses import QUIET_SECONDS, CallOff
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.rescue import Rescues
 from vllm_llumnix.engine.status import StatusSource
@@ -257,6 +258,14 @@ class LlumletAgent:
 
     def revoke_youngest_reservation(self) -> None:
         self.arrivals.revoke_youngest()
+
+    def call_off_moves(self, why: CallOff) -> None:
+        self.departures.call_off(why)
+        self.arrivals.call_off_all(why)
+        self.adoptions.rescues.call_off()
+        self.claims.call_off()
+        # A pause that waits looks again.
+        asyncio.get_running_loop().call_later(QUIET_SECONDS, self.context.loop.kick)
 
     # What API servers call as utilities of the engine, on the loop's thread
 

@@ -37,6 +37,7 @@ from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.callers import settle_response
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.incoming import IncomingMove
+from vllm_llumnix.engine.pauses import CallOff
 from vllm_llumnix.engine.reblocking import rows_between
 
 
@@ -179,6 +180,11 @@ class Arrivals:
             if move.blocks.count and move.machine.state in (State.RESERVED, State.PULLING):
                 move.feed(on.Revoked(Reason.DESTINATION_NEEDS_BLOCKS, "the destination's own requests need them"))
                 return
+
+    def call_off_all(self, why: CallOff) -> None:
+        """Those that the loop is about to admit it refuses itself: see `Reservations.void`."""
+        for move in self.pending():
+            move.feed(on.Revoked(why.at_destination, f"the destination {why.what}"))
 
     async def _settle(
         self, request: SettleRequest, call: Call, event: on.DestinationEvent, *, leaves_a_mark: bool = False

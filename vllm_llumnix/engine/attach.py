@@ -20,18 +20,19 @@ from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.load_events import follow_engine
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.model_watch import watch_model
+from vllm_llumnix.engine.pauses import CHANGED
 from vllm_llumnix.engine.portability import why_engine_unsupported, why_kv_unsupported
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.seams import SEAMS, require
 from vllm_llumnix.engine.thread import LlumletThread
-from vllm_llumnix.engine.vllm_types import Engine, Executor
+from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.engine.whole_images import send_whole_images
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
 from vllm_llumnix.kv.vllm_types import Worker, WorkerWrapper
-from vllm_llumnix.kv.worker import before_kv_goes, start_mover, worker_of
+from vllm_llumnix.kv.worker import start_mover, worker_of
 from vllm_llumnix.patching import state
 from vllm_llumnix.step_record import StepRecord
 from vllm_llumnix.switch import CONFIG_VARIABLE
@@ -82,8 +83,8 @@ def attach(engine: Engine) -> EngineLoop:
     llumlet = thread.start(functools.partial(open_llumlet, config, identity, loop, movers, claims))
     loop.llumlet = llumlet
     _stop_with(engine, thread, record)
-    _watch_adapters(engine, thread, llumlet)
-    _watch_sleep(engine.model_executor, port)
+    _watch_adapters(engine, loop, llumlet)
+    loop.pauses.watch(engine)
     # Utilities are attributes of the engine that its API server may call.
     SEAMS.wrap(engine, "EngineCore.llumlet_drain", llumlet.report_drain)
     SEAMS.wrap(engine, "EngineCore.llumlet_moves", llumlet.report_moves)
@@ -112,13 +113,6 @@ def _stop_with(engine: Engine, thread: LlumletThread, record: StepRecord) -> Non
     SEAMS.wrap(engine, "EngineCore.shutdown", shutdown)
 
 
-def _watch_sleep(executor: Executor, port: SchedulerPort) -> None:
-    """Requests on their way here must not go on with blocks that lost their content. See also `kv.worker`."""
-    sleep, discard = before_kv_goes(executor, port.reservations.empty)
-    SEAMS.wrap(executor, "Executor.sleep", sleep)
-    SEAMS.wrap(executor, "Executor.discard", discard)
-
-
 def _watch_scaling(progress: Progress) -> None:
     """Elastic expert parallelism changes the number of ranks a part at a time, between two steps of the loop."""
     from vllm.distributed.elastic_ep.elastic_state import ElasticEPScalingState
@@ -132,13 +126,15 @@ def _watch_scaling(progress: Progress) -> None:
     SEAMS.wrap(ElasticEPScalingState, "ElasticEPScalingState.progress", busily)
 
 
-def _watch_adapters(engine: Engine, thread: LlumletThread, llumlet: LlumletAgent) -> None:
+def _watch_adapters(engine: Engine, loop: EngineLoop, llumlet: LlumletAgent) -> None:
     """Learn which LoRA adapters the front-end has loaded and removed; `--lora-modules` comes this way too."""
-    stock_add, stock_remove = engine.add_lora, engine.remove_lora
+    stock_add, stock_remove, thread = engine.add_lora, engine.remove_lora, loop.thread
 
     # vLLM decodes a utility's arguments by its signature.
     @functools.wraps(stock_add)
     def add_lora(lora_request: LoRARequest) -> bool:
+        if lora_request.load_inplace:
+            loop.pauses.call_off(CHANGED)
         added: bool = stock_add(lora_request)
         thread.post(llumlet.learn_adapter, lora_request, lora_request.load_inplace)
         return added

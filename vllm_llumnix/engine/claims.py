@@ -128,6 +128,11 @@ class Claims:
         held = self._claims.pop(claim_id, None)
         return held is not None and self._settle(held, on.ClaimEnded())
 
+    def call_off(self) -> None:
+        """Whoever reads the blocks of a claim is told that they were not kept."""
+        for claim_id in list(self._claims):
+            self.end(claim_id)
+
     def _expire(self, claim_id: str) -> None:
         self._settle(self._claims.pop(claim_id), TimerFired(LEASE))
 

@@ -11,6 +11,7 @@ from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.handover_calls import Target
 from vllm_llumnix.engine.move_report import Report
 from vllm_llumnix.engine.outgoing import OutgoingMove
+from vllm_llumnix.engine.pauses import CallOff
 from vllm_llumnix.engine.records import MoveRecords
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.engine.vllm_types import Request
@@ -45,6 +46,11 @@ class Departures:
         self._loop.port.load.touch()
         move.feed(on.Start())
         return move
+
+    def call_off(self, why: CallOff) -> None:
+        """All of them. One whose Commit is on its way asks its destination to forget it."""
+        for move in list(self.moves.values()):
+            move.feed(on.CancelRequested(why.at_source, f"the source {why.what}"))
 
     def _ended(self, move: OutgoingMove) -> None:
         self.records.add(move.progress)

@@ -8,6 +8,7 @@ from vllm.v1.request import RequestStatus
 from llumlet.bridge import epoch_message, reason_number, rule_of
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, RequestId
+from llumlet.protocol.plan import Method
 from llumlet.protocol.selection import Candidate, select
 from llumlet.types import (
     ListRequestsResponse,
@@ -38,6 +39,10 @@ class Listing:
     def way(self, request: Request, asked: Mode) -> Way:
         """How this request would go if its move began now. Raises Refused."""
         way = way_of(request, self._identity, asked)
+        if self._port.paused and way.method is not Method.RECOMPUTE:
+            if way.insists and has_kv(request):
+                raise Refused(Reason.SOURCE_PAUSED, "the source is paused, and keeps its KV cache to itself")
+            way = Way(Method.RECOMPUTE, "the source is paused", way.insists)
         residence = residence_of(request)
         if residence is not None and residence.handover_open:
             raise Refused(Reason.HANDOVER_OPEN, "its source has not closed the last hand-over yet")

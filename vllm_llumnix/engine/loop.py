@@ -34,6 +34,7 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.trials import Trials
 from vllm_llumnix import faults
 from vllm_llumnix.engine.block_rows import BlockRows
+from vllm_llumnix.engine.pauses import CallOff, Pauses
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.reservations import Reserved
@@ -75,6 +76,9 @@ class Llumlet(Protocol):
 
     def revoke_youngest_reservation(self) -> None:
         """The engine's own requests are short of blocks."""
+
+    def call_off_moves(self, why: CallOff) -> None:
+        """No move that is under way now may end well."""
 
 
 class Leaving(abc.ABC):
@@ -126,6 +130,7 @@ class EngineLoop:
         self.progress = progress or Progress()
         self.step_times = StepTimes()
         self.record = record
+        self.pauses = Pauses(port, lambda why: self.thread.post(self.llumlet.call_off_moves, why))
         self.trials = Trials(record.try_out)
         self.draining = False
         """The engine is being emptied."""
@@ -182,12 +187,15 @@ class EngineLoop:
     def has_work(self, stock: bool) -> bool:
         """Whether the loop should turn: vLLM's answer, except that frozen requests alone are no work.
 
-        They are while a step in flight still has to drain, and while data-parallel peers step together.
+        They are while a step in flight still has to drain, while data-parallel peers step together, and when the engine
+        would end for want of work. A pause waits for them: see `pauses`.
         """
         if self._commands or self._fences:
             return True
         engine = self.engine
-        asleep = self.port.only_frozen() and not (engine.batch_queue or engine.engines_running or self._is_draining())
+        # With several batches in flight vLLM keeps an empty one there as long as it has requests.
+        computes = engine.engines_running or any(step.total_num_scheduled_tokens for _, step, _ in self._in_flight())
+        asleep = self.port.only_frozen() and not (computes or self._is_draining()) and engine.is_running()
         if stock and not asleep:
             return True
         self.progress.sleep()
@@ -238,9 +246,6 @@ class EngineLoop:
 
     def admit(self, request: Request, computed_tokens: int) -> None:
         """Loop thread: hand an expected request to the scheduler. Raises Refused, see `Reservations.admit`."""
-        if self._in_lockstep and computed_tokens and self.port.paused and not self.engine.engines_running:
-            # Paused schedulers go on with requests that have KV, but these ranks have agreed to stand still.
-            raise Refused(Reason.DESTINATION_PAUSED, "the destination's data-parallel ranks are paused")
         self.port.reservations.admit(request, computed_tokens)
         if not computed_tokens and request.num_output_tokens:
             self.port.tokens.lost(request, request.num_tokens - 1)
@@ -262,6 +267,9 @@ class EngineLoop:
         """Whether one of the batch is on its way out: its blocks come free when it has left."""
         return any(leaving.request.status == RequestStatus.RUNNING for leaving in self._leaving.values())
 
+    def _in_flight(self) -> Sequence[Any]:
+        return self.engine.batch_queue or ()
+
     def _is_draining(self) -> bool:
         return any(leaving.freezing for leaving in self._leaving.values())
 
@@ -282,8 +290,7 @@ class EngineLoop:
 
         vLLM would give that token to the life that is here when the step ends.
         """
-        batches = self.engine.batch_queue or ()
-        if any(request_id in scheduled.num_scheduled_tokens for _, scheduled, _ in batches):
+        if any(request_id in step.num_scheduled_tokens for _, step, _ in self._in_flight()):
             raise Refused(Reason.HANDOVER_OPEN, "a step in flight still works on a former life of the request")
         if (why := self.port.connectors.why_not_back(request_id)) is not None:
             raise Refused(Reason.HANDOVER_OPEN, why)
@@ -408,8 +415,8 @@ class EngineLoop:
     def _is_passed(self, fence: _Fence) -> bool:
         """Batches leave the queue in order, and have been processed when they have."""
         if fence.batches is None and self.port.scheduler.current_step >= fence.step:
-            fence.batches = list(self.engine.batch_queue or ())
-        in_flight = {id(batch) for batch in self.engine.batch_queue or ()}
+            fence.batches = list(self._in_flight())
+        in_flight = {id(batch) for batch in self._in_flight()}
         return fence.batches is not None and in_flight.isdisjoint(map(id, fence.batches))
 
     def _queue(self, answer: Callable[[], None]) -> None:

@@ -52,8 +52,8 @@ class Newcomers:
                 if request_id in self._decoding and request.status == RequestStatus.RUNNING:
                     protect(self._scheduler, request)
         self._decoding &= self._waiting.keys()
-        if self._decoding:
-            self._limit_prefills(len(self._decoding))
+        if num_decoding := sum(bool(self._waiting[request_id].num_computed_tokens) for request_id in self._decoding):
+            self._limit_prefills(num_decoding)
 
     def _limit_prefills(self, num_newcomers: int) -> None:
         """Chunked prefills that run already take the whole token budget first: leave the newcomers' share for one step.

@@ -31,6 +31,7 @@ class Rescues:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._draining = Tasks()
+        self._fetching: set[_Fetching] = set()
 
     async def fetch(self, request: Request, epoch: Epoch, holder: Holder) -> on.Rescue:
         """Reserve blocks and fill them. The machine, which says how that came out: FETCHED, and blocks are held;
@@ -39,10 +40,20 @@ class Rescues:
         delivered = list(request.output_token_ids)
         machine = on.Rescue(request.num_tokens, delivered, self._context.loop.port.block_size)
         fetching = _Fetching(self._context, self._draining, request, epoch, holder, machine)
-        await fetching.run(on.RescueStarted())
+        self._fetching.add(fetching)
+        try:
+            await fetching.run(on.RescueStarted())
+        finally:
+            self._fetching.discard(fetching)
         if machine.state is on.State.WITHOUT:
             logger.info("llumlet: request %s comes without its KV cache: %s", request.request_id, machine.detail)
         return machine
+
+    def call_off(self) -> None:
+        """The blocks that are held for them are void: no more is copied there."""
+        for fetching in self._fetching:
+            fetching.called_off = True
+            self._draining.spawn(fetching.stop_copy())
 
 
 class _Fetching:
@@ -69,6 +80,7 @@ class _Fetching:
         self._memory: SourceMemory | None = None
         self._transport = ""
         self._job = 0
+        self.called_off = False
 
     async def run(self, event: on.RescueEvent) -> None:
         events = [event]
@@ -78,9 +90,12 @@ class _Fetching:
                 if answer is not None:
                     events.append(answer)
 
+    async def stop_copy(self) -> None:
+        await self._context.movers.stop(self._job)
+
     async def _quiesce(self) -> None:
         """The blocks are not given back while a mover may write them."""
-        await self._context.movers.stop(self._job)
+        await self.stop_copy()
         await self.run(on.CopyQuiet())
 
     async def _perform(self, effect: on.RescueEffect) -> on.RescueEvent | None:
@@ -140,6 +155,8 @@ class _Fetching:
 
     async def _copy(self, effect: on.CopyBlocks) -> on.RescueEvent:
         assert self._memory is not None
+        if self.called_off:
+            return on.CopyFailed("this engine was paused, or its weights have changed, meanwhile")
         width, movers = self._rows.width, self._context.movers
         blocks = slice(width * effect.from_block, width * effect.to_block)
         copied = to_copy(self._claim.block_ids[blocks], self._here.block_ids[blocks])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm import __version_tuple__
@@ -22,7 +22,7 @@ from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.sessions import Sessions
 from vllm_llumnix.engine.turns import queue_in_turn
-from vllm_llumnix.engine.vllm_types import GroupManager, Request, Scheduler
+from vllm_llumnix.engine.vllm_types import Block, GroupManager, Request, Scheduler
 
 _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
 """The scheduler counts the LoRA adapters of all running requests; before, of those that it schedules in the step."""
@@ -67,8 +67,8 @@ class Reservations:
         self._reserved: dict[str, Request] = {}
         self._least_computed: dict[str, int] = {}
         """Tokens behind which a request must come with its KV cache: windows before are not held."""
-        self._emptied: set[str] = set()
-        """Reservations whose blocks have lost their content."""
+        self._void: dict[str, tuple[Reason, str]] = {}
+        """Reservations that are never admitted, and why."""
         self._counted_in: dict[str, BlockRows] = {}
         """The rows of moves between engines whose rows differ."""
         self._queued: set[str] = set()
@@ -158,19 +158,24 @@ class Reservations:
         if rows is not self._rows:
             self._counted_in[request.request_id] = rows
 
-    def empty(self) -> None:
-        """The KV memory goes: what was copied into reserved blocks is no cache when it is back."""
-        self._emptied = set(self._with_slot)
+    def blocks(self) -> Iterator[Sequence[Block]]:
+        """The blocks of every reservation that has some, one group of layers at a time."""
+        tables = (group.req_to_blocks.get(request_id, ()) for request_id in self._reserved for group in self._managers)
+        return (blocks for table in tables if (blocks := present(table)))
 
-    def _require_content(self, request: Request) -> None:
-        if request.request_id in self._emptied:
-            raise Refused(Reason.DESTINATION_PAUSED, "the destination slept, and what was copied there is gone")
+    def void(self, reason: Reason, detail: str) -> None:
+        """What was reserved until now is not admitted: what was computed and copied for it does not hold any more."""
+        self._void = dict.fromkeys(self._reserved, (reason, detail)) | self._void
+
+    def _require_valid(self, request: Request) -> None:
+        if (why := self._void.get(request.request_id)) is not None:
+            raise Refused(*why)
 
     def grow(self, request: Request, num_tokens: int) -> Reserved:
-        """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full |
-        destination_paused).
+        """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full), and what it
+        has become void for.
         """
-        self._require_content(request)
+        self._require_valid(request)
         if request.request_id not in self._with_slot:
             self._check_slot(request)
         if not self._extend(request, num_tokens):
@@ -189,12 +194,10 @@ class Reservations:
         Raises Refused, with the reservation unchanged, when the engine cannot take it now.
         """
         scheduler = self._scheduler
-        if scheduler.pause_state == PauseState.PAUSED_ALL:
-            raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
+        self._require_valid(request)
         if not computed_tokens and request.resumable:
             raise Refused(Reason.INVALID_REQUEST, "between two parts of its input it comes with its KV cache")
         if computed_tokens:
-            self._require_content(request)
             if computed_tokens < self._least_computed.get(request.request_id, 0):
                 raise Refused(Reason.INVALID_REQUEST, f"it comes with {computed_tokens} tokens, fewer than it had")
             self._rows.seat_states(request, computed_tokens)
@@ -209,7 +212,6 @@ class Reservations:
         del self._reserved[request.request_id]
         self._least_computed.pop(request.request_id, None)
         self._counted_in.pop(request.request_id, None)
-        self._emptied.discard(request.request_id)
         scheduler.requests[request.request_id] = request
         if computed_tokens:
             request.num_computed_tokens = computed_tokens
@@ -230,12 +232,23 @@ class Reservations:
         if had_slot and not request.resumable:
             self._newcomers.add(request, decodes=computed_tokens == request.num_tokens - 1)
 
+    def start_newcomers_over(self) -> None:
+        """Have those that were admitted with their KV cache and do not run yet compute it here, as vLLM has those that
+        run: it gets all blocks back."""
+        for request in self._newcomers.waiting():
+            if request.num_computed_tokens:
+                self._scheduler.kv_holding_waiting.remove_requests([request])
+                self._manager.free(request)
+                request.num_computed_tokens = 0
+                queue_in_turn(self._scheduler, request)
+                self._load.queued(request)
+
     def cancel(self, request: Request) -> None:
         """Give a reservation back. No mover may still write its blocks."""
         if self._reserved.pop(request.request_id, None) is not None:
             self._least_computed.pop(request.request_id, None)
             self._counted_in.pop(request.request_id, None)
-            self._emptied.discard(request.request_id)
+            self._void.pop(request.request_id, None)
             self._queued.discard(request.request_id)
             self._manager.free(request)
             self._give_slot_back(request)

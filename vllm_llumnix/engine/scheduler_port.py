@@ -17,9 +17,10 @@ A pin is a reference in the block pool. vLLM may finish, abort or preempt the re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.sched.interface import PauseState
@@ -46,7 +47,7 @@ _NEVER = 1 << 60
 """A step number that is never reached: a request with this `next_decode_eligible_step` is skipped by the scheduler."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Pin:
     """References on blocks of the pool, to be given back with `SchedulerPort.unpin`, once."""
 
@@ -117,7 +118,7 @@ class SchedulerPort:
         """`next_decode_eligible_step` of frozen requests as vLLM had set it: with a pipeline, a stage gets a sampled
         token some steps later, and the request must not be decoded before."""
         self._parked: dict[str, Request] = {}
-        self._num_pins = 0
+        self._pins: set[Pin] = set()
 
     @property
     def num_blocks(self) -> int:
@@ -136,7 +137,7 @@ class SchedulerPort:
 
     def audit_idle(self) -> list[str]:
         """What is wrong with the block pool while nobody holds a block; nothing if somebody may."""
-        if self.scheduler.requests or len(self.reservations) or self._num_pins:
+        if self.scheduler.requests or len(self.reservations) or self._pins:
             return []
         pool = self.block_pool
         if pool.get_num_free_blocks() == pool.num_gpu_blocks - 1:
@@ -274,8 +275,29 @@ class SchedulerPort:
         return self._pin(self.rows.blocks(request, request.num_computed_tokens))
 
     def unpin(self, pin: Pin) -> None:
-        self._num_pins -= 1
+        self._pins.remove(pin)
         self.block_pool.free_blocks(reversed(pin.blocks))
+
+    @property
+    def has_frozen(self) -> bool:
+        return bool(self._frozen)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether a move has a block, at either end."""
+        return any(pin.blocks for pin in self._pins) or any(self.reservations.blocks())
+
+    @contextlib.contextmanager
+    def held_aside(self) -> Iterator[None]:
+        """While it lasts the pool does not know of the blocks that moves hold. Nobody may ask it for blocks."""
+        held = [*(pin.blocks for pin in self._pins), *self.reservations.blocks()]
+        for blocks in held:
+            self.block_pool.free_blocks(blocks)
+        try:
+            yield
+        finally:
+            for blocks in held:
+                self.block_pool.touch(blocks)
 
     # Every step
 
@@ -316,5 +338,5 @@ class SchedulerPort:
     def _pin(self, blocks: Sequence[Block]) -> Pin:
         pinned = present(blocks)
         self.block_pool.touch(pinned)
-        self._num_pins += 1
-        return Pin(pinned)
+        self._pins.add(pin := Pin(pinned))
+        return pin

@@ -15,6 +15,8 @@ _REQUEST = "vllm/v1/request.py"
 _LOAD = "vLLM tells of the requests and tokens that it adds, starts and finishes"
 _MOVES = "vLLM can take a request out of a batch and put it into another engine's"
 _NAMES = "vLLM's events name blocks so that others can compute the names"
+_QUIET = "vLLM asks an extension to let go of blocks before it pauses, resets its caches or changes its weights"
+_PAUSES_TEST = "tests/engine/test_pauses.py"
 _LOAD_TEST = "tests/engine/test_load.py"
 _PORT_TEST = "tests/engine/test_scheduler_port.py"
 
@@ -85,6 +87,36 @@ SEAMS = Seams(
         "tests/engine/test_adapters.py",
     ),
     _core(
+        "_pause_complete",
+        Kind.WRAPPED,
+        "a pause is complete when no request is frozen and no move holds a block",
+        _QUIET,
+        _PAUSES_TEST,
+        owner="EngineCoreProc",
+    ),
+    _core(
+        "_notify_idle_state_callbacks",
+        Kind.WRAPPED,
+        "a pause is complete when no request is frozen and no move holds a block",
+        _QUIET,
+        _PAUSES_TEST,
+        owner="EngineCoreProc",
+    ),
+    _core(
+        "collective_rpc",
+        Kind.WRAPPED,
+        "workers may change their weights: all moves end",
+        _QUIET,
+        _PAUSES_TEST,
+    ),
+    _core(
+        "set_weight_version",
+        Kind.WRAPPED,
+        "the weights are others: all moves end",
+        _QUIET,
+        _PAUSES_TEST,
+    ),
+    _core(
         "llumlet_drain",
         Kind.ADDED,
         "a utility: API servers tell how their drain stands",
@@ -112,18 +144,6 @@ SEAMS = Seams(
         "the loop is known to be in a model step, since when, and for how many tokens: what tells a hang",
         "vLLM calls back around the model",
         "tests/engine/test_progress.py",
-    ),
-    _executor(
-        "sleep",
-        "reserved blocks lose their content with the KV memory",
-        "vLLM calls back when the KV memory goes",
-        _PORT_TEST,
-    ),
-    _executor(
-        "discard",
-        "reserved blocks lose their content with the KV memory",
-        "vLLM calls back when the KV memory goes",
-        _PORT_TEST,
     ),
     Seam(
         "vllm/distributed/elastic_ep/elastic_state.py",
@@ -175,7 +195,20 @@ SEAMS = Seams(
     _scheduler("_preempt_request", Kind.WRAPPED, "load: a request is preempted", _LOAD, _LOAD_TEST),
     _scheduler("_free_request", Kind.WRAPPED, "load: a request leaves", _LOAD, _LOAD_TEST),
     _scheduler("_set_kv_fetch_stage", Kind.WRAPPED, "load: a request's KV is on its way", _LOAD, _LOAD_TEST),
-    _scheduler("set_pause_state", Kind.WRAPPED, "status: the scheduler is paused", _LOAD, _LOAD_TEST),
+    _scheduler(
+        "set_pause_state",
+        Kind.WRAPPED,
+        "status: the scheduler is paused; and a pause ends all moves",
+        _QUIET,
+        _PAUSES_TEST,
+    ),
+    _scheduler(
+        "reset_prefix_cache",
+        Kind.WRAPPED,
+        "a reset ends all moves, and does not fail for the blocks that they hold",
+        _QUIET,
+        _PAUSES_TEST,
+    ),
     # The prefix cache
     _pool("cache_full_blocks", "blocks that are cached get names that schedulers can compute"),
     _pool("_remove_cached_block_hashes", "names go with the blocks that had them"),

@@ -201,9 +201,19 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_CORE, "engine/loop.py", "is_running", "EngineCoreProc"),
     *_of(_CORE, "engine/loop.py", "run_busy_loop _handle_client_request add_request", "DPEngineCoreProc"),
     *_of(_CORE, "engine/attach.py", "shutdown add_lora remove_lora", "EngineCore"),
+    # Pauses and resets: when they come, what they call, what fails for blocks that are held.
+    *_of(
+        _CORE,
+        "engine/pauses.py",
+        "_reset_caches _finish_pause release_kv_cache_memory sleep collective_rpc set_weight_version",
+        "EngineCore",
+    ),
+    *_of(_CORE, "engine/pauses.py", "pause_scheduler _pause_complete _notify_idle_state_callbacks", "EngineCoreProc"),
+    *_of(_CORE, "engine/pauses.py", "_pause_complete", "DPEngineCoreProc"),
+    *_of(_SCHEDULER, "engine/pauses.py", "reset_prefix_cache", "Scheduler", refuses=True),
     *_of(_CORE, "engine/aborts.py", "abort_requests", "EngineCore"),
     *_of(_CORE, "engine/context.py", "get_weight_version", "EngineCore"),
-    *_of(_EXECUTOR, "engine/attach.py", "sleep discard add_lora collective_rpc", "Executor"),
+    *_of(_EXECUTOR, "engine/attach.py", "add_lora collective_rpc", "Executor"),
     *_of(_EXECUTOR, "engine/model_watch.py", "execute_model", "Executor"),
     *_of(_GRAMMARS, "engine/grammars.py", "grammar_init accept_tokens", "StructuredOutputManager"),
     # Workers: how a request with a history enters the batch, and when the KV memory goes away.

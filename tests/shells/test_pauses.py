@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine is paused, put to sleep, reset or given other weights while a request moves out of it, or into it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from vllm.v1.engine.core_client import AsyncMPClient
+
+from llumlet.types import MovePhase, Reason
+from tests.shells.circumstances import copying
+from tests.shells.cluster import cluster_of, side_by_side, until
+from tests.shells.marks import MARKS
+from tests.support.failures import failure
+from vllm_llumnix.engine import agent, pauses
+
+pytestmark = MARKS
+
+Call = Callable[[AsyncMPClient], Awaitable[Any]]
+CALLS: dict[str, Call] = {
+    "pause-abort": lambda client: client.pause_scheduler_async("abort"),
+    "pause-wait": lambda client: client.pause_scheduler_async("wait"),
+    "pause-keep": lambda client: client.pause_scheduler_async("keep"),
+    "sleep": lambda client: client.sleep_async(1, "abort"),
+    "sleep-keep": lambda client: client.sleep_async(1, "keep"),
+    "reset": lambda client: client.reset_prefix_cache_async(True, True),
+    "weights": lambda client: client.collective_rpc_async("update"),
+}
+ABORTS = ("pause-abort", "sleep")
+ENDLESS = 10_000.0
+
+
+@pytest.fixture(autouse=True)
+def patient() -> Iterator[None]:
+    """Pauses wait for moves as long as it takes."""
+    with mock.patch.object(pauses, "QUIET_SECONDS", ENDLESS), mock.patch.object(agent, "QUIET_SECONDS", ENDLESS):
+        yield
+
+
+async def interrupted(model_dir: Path, call: str, at: str, *, final: bool, asynchronous: bool) -> list[str]:
+    """The call comes to `at` while a copy from A to B is under way, and succeeds; everybody goes on afterwards."""
+    async with cluster_of(model_dir, "AB", asynchronous=asynchronous) as cluster:
+        engine, client = cluster[at].engine, cluster[at].client
+        port = engine.kvconn.port
+        stream, own = await cluster.stream("A", num_prompt=300), await cluster.stream("B")
+        await stream.reaches(5)
+        await own.reaches(5)
+        with copying(cluster["B"], final=final) as begun:
+            moving = cluster.begin(cluster.migrate(stream))
+            await until(begun.is_set, lambda: "no copy")
+            for one in (stream, own):
+                one.left = call in ABORTS and one.at is cluster[at]
+            called = cluster.begin(CALLS[call](client))  # type: ignore[arg-type]
+            if call in ("reset", "weights"):
+                answer = await called
+                assert answer is True or call == "weights"
+            else:
+                await until(lambda: port.paused, lambda: "not paused")
+                if at == "B":
+                    await until(lambda: not cluster["B"].engine.agent.arrivals.pending(), lambda: "not called off")
+                    assert not called.done(), "its mover may still write"
+        if call == "pause-wait":
+            cluster.hurry()
+        await called
+        if port.paused:
+            assert not port.has_frozen
+            assert not port.holds_blocks
+            assert call == "pause-wait" or not engine.scheduler.running
+            cached = port.block_pool.cached_block_hash_to_block
+            assert not len(cached), "the prefix cache is not empty"
+            await (client.wake_up_async() if "sleep" in call else client.resume_scheduler_async())
+        move = await moving
+        found = await cluster.verdict(stream)
+        if MovePhase.Name(move.phase) not in ("STAYED", "GONE"):
+            found.append(f"{MovePhase.Name(move.phase)}, {Reason.Name(move.reason)}")
+        return [f"{call} at {at}, final {final}, async {asynchronous}: {fault}" for fault in found]
+
+
+@failure("the source or the destination is paused, sleeps, resets its caches or gets other weights", "any", "stayed")
+@pytest.mark.parametrize("at", "AB")
+async def test_call_ends_moves_and_succeeds(model_dir: Path, at: str) -> None:
+    told = functools.partial(interrupted, model_dir, at=at)
+    stories = [functools.partial(told, call, final=False, asynchronous=True) for call in CALLS]
+    stories.append(functools.partial(told, "pause-wait", final=True, asynchronous=False))
+    found = await side_by_side(stories)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.full
+async def test_call_ends_moves_in_every_state(model_dir: Path) -> None:
+    cells = itertools.product(CALLS, "AB", (False, True), (False, True))
+    stories = [
+        functools.partial(interrupted, model_dir, call, at, final=final, asynchronous=asynchronous)
+        for call, at, final, asynchronous in cells
+    ]
+    found = await side_by_side(stories)
+    assert not found, "\n".join(found)

@@ -28,8 +28,8 @@ PROGRAMS: Final = (
 """Programs whose variables are `LLUMNIX_<PROGRAM>_<FLAG>`: each looks after its own. The first is in `vllm serve`."""
 SHARED_VARIABLES: Final = frozenset(
     {
-        "LLUMNIX_CMS", "LLUMNIX_TLS_CERT", "LLUMNIX_TLS_KEY", "LLUMNIX_TLS_CA", "LLUMNIX_TOKEN_FILE",
-        "LLUMNIX_LLUMLET", "LLUMNIX_FAULTS",
+        "LLUMNIX_CMS", "LLUMNIX_CLUSTER", "LLUMNIX_TLS_CERT", "LLUMNIX_TLS_KEY", "LLUMNIX_TLS_CA",
+        "LLUMNIX_TOKEN_FILE", "LLUMNIX_LLUMLET", "LLUMNIX_FAULTS",
     }
 )  # fmt: skip
 """Variables of several programs. The last two are not settings: an engine's configuration on its way to child

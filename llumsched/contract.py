@@ -22,6 +22,9 @@ from llumlet.types import Address
 from llumsched.causes import Cause
 from llumsched.request import MOST_PROMPT_BLOCKS, Count, Milliseconds, Name, Request
 
+SCHEDULER_PORT: Final = 8002
+CMS_PORT: Final = SCHEDULER_PORT + 1
+"""Ports of a scheduler's HTTP service and of the CMS in it, unless others are said: the CMS is at the next port."""
 MAX_BODY_BYTES = 16 << 20
 """Limit of one call. The token ids of a prompt of a million take half of it."""
 

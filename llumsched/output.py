@@ -128,7 +128,11 @@ def _described(failure: LlumletCallFailed) -> tuple[str, str, str]:
             )
             return "not_a_llumlet", f"{address} is not a llumlet: {detail}", hint
         case CmsUnreachable():
-            hint = "Is it the scheduler's CMS address, or the Redis, that the instances report to with --llumlet-cms?"
+            hint = (
+                "Is it the scheduler's CMS address, or the Redis, that the instances report to with --llumlet-cms? "
+                "--cluster HOST[:PORT] (or LLUMNIX_CLUSTER) names another cluster, --cms a CMS or a Redis; "
+                "--llumlet HOST:PORT asks an instance itself."
+            )
             return "unreachable", f"the CMS at {address}: {detail}", hint
         case LlumletUnreachable(timed_out=True):
             hint = "The engine may be hung or overloaded; what was asked may have been done."

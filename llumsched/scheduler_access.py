@@ -31,7 +31,6 @@ class Access:
     def session(self, timeout_s: float) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=timeout_s),
-            headers=self.headers,
             connector=aiohttp.TCPConnector(ssl=self.tls or True),
         )
 

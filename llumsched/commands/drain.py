@@ -41,7 +41,7 @@ class Options:
     instance: str = OPTIONS.setting(
         "",
         Kind(str, instances.INSTANCE, {"nargs": "?"}),
-        "the instance that is to end, by id (needs --cms) or HOST:PORT",
+        "the instance that is to end, by id or HOST:PORT",
         flag="instance",
     )
     llumlet: str = OPTIONS.setting("", kinds.text("HOST:PORT"), "the same, by the address of its llumlet")
@@ -55,7 +55,7 @@ class Options:
     )
 
 
-SETTINGS: Final = (Options, instances.Cms, Output)
+SETTINGS: Final = (Options, instances.Cluster, instances.Cms, Output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Drain:
 
 
 def prepare(reading: Reading) -> Drain:
-    options, cms = reading.make_with_defaults(Options), instances.cms_of(reading)
+    options, cms = reading.make_with_defaults(Options), instances.cluster_of(reading)[0]
     if options.instance and options.llumlet:
         reading.faults.append("INSTANCE and --llumlet exclude each other")
     if not (options.instance or options.llumlet):
-        reading.faults.append("--llumlet HOST:PORT is missing")
+        reading.faults.append("INSTANCE is missing: the id of the instance that is to end, or --llumlet HOST:PORT")
     texts = [(instances.INSTANCE, options.instance), ("--llumlet", options.llumlet)]
     instance = instances.places(reading, [(flag, text) for flag, text in texts if text][:1], cms)
     destinations = instances.places(reading, [("--to", text) for text in instances.words(options.to)], cms)

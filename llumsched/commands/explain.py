@@ -22,8 +22,8 @@ from llumlet.types import Address
 from llumsched import output
 from llumsched.commands import explained
 from llumsched.commands.arguments import OPTIONS, Output
+from llumsched.commands.instances import Cluster
 from llumsched.exit_codes import ExitCode
-from llumsched.scheduler.process import PORT
 from llumsched.scheduler_access import Access, AccessSettings
 
 DESCRIPTION = """Ask a running scheduler where it would send a request now, and why not elsewhere.
@@ -42,6 +42,9 @@ taken to be now.
 
 _MODES: Final = ("neutral", "pd_batch")
 _TIMEOUT_S: Final = 5.0
+_HINT: Final = (
+    "Is it running? Another one is named by --cluster HOST[:PORT] (or LLUMNIX_CLUSTER), or --scheduler HOST:PORT."
+)
 
 
 def _token_ids(path: str) -> list[int]:
@@ -52,15 +55,16 @@ def _token_ids(path: str) -> list[int]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _scheduler() -> Address:
-    return OPTIONS.setting(Address("127.0.0.1", PORT), Kind(Address.parse, "HOST:PORT"), "address of its HTTP service")
+def _scheduler() -> Address | None:
+    what = "address of its HTTP service (default: that of the cluster)"
+    return OPTIONS.setting(None, Kind(Address.parse, "HOST:PORT"), what)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """A request that asks for a place."""
 
-    scheduler: Address = _scheduler()
+    scheduler: Address | None = _scheduler()
     model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; default: any")
     prompt_num_tokens: int = OPTIONS.setting(0, kinds.integer(at_least=0), "length of its prompt")
     prompt_token_ids: str = OPTIONS.setting(
@@ -92,7 +96,7 @@ class Question:
 class DryRun:
     """A pass of the rescheduler that starts nothing."""
 
-    scheduler: Address = _scheduler()
+    scheduler: Address | None = _scheduler()
     rescheduling: bool = OPTIONS.setting(
         False, MARK, "instead: which requests its rescheduler would move now, and why no others"
     )
@@ -101,14 +105,25 @@ class DryRun:
     )
 
 
-SETTINGS: Final = (Question, DryRun, AccessSettings, Output)
+SETTINGS: Final = (Question, DryRun, Cluster, AccessSettings, Output)
 
 
-def prepare(reading: Reading) -> tuple[Question | DryRun, AccessSettings, bool]:
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A question, and the scheduler that is asked."""
+
+    asked: Question | DryRun
+    scheduler: Address
+    access: AccessSettings
+    as_json: bool
+
+
+def prepare(reading: Reading) -> Explanation:
     dry_run = reading.make_with_defaults(DryRun)
     reading.faults += _useless(reading, dry_run)
     asked = dry_run if dry_run.rescheduling else reading.make(Question)
-    return asked, reading.make(AccessSettings), reading.make_with_defaults(Output).json
+    scheduler = dry_run.scheduler or reading.make_with_defaults(Cluster).cluster
+    return Explanation(asked, scheduler, reading.make(AccessSettings), reading.make_with_defaults(Output).json)
 
 
 def _useless(reading: Reading, dry_run: DryRun) -> Iterator[str]:
@@ -123,21 +138,22 @@ def _useless(reading: Reading, dry_run: DryRun) -> Iterator[str]:
             yield f"{reading.given[flag]} is of no use with --rescheduling"
 
 
-def run(prepared: tuple[Question | DryRun, AccessSettings, bool], _: Credentials) -> int:
-    asked, access, as_json = prepared
+def run(explanation: Explanation, _: Credentials) -> int:
+    asked, scheduler, access = explanation.asked, explanation.scheduler, explanation.access.access
     try:
         if isinstance(asked, DryRun):
-            status, answer = asyncio.run(_ask_dry_run(asked, access.access))
+            status, answer = asyncio.run(_ask_dry_run(scheduler, asked, access))
         else:
-            status, answer = asyncio.run(_ask(asked.scheduler, _body(asked), access.access))
+            status, answer = asyncio.run(_ask(scheduler, _body(asked), access))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        print(f"llumnix explain: scheduler {asked.scheduler}: {error or 'no answer'}", file=sys.stderr)
+        why = getattr(error, "strerror", None) or error or "no answer"
+        print(f"llumnix: cannot reach the scheduler {scheduler}: {why}\n  {_HINT}", file=sys.stderr)
         return ExitCode.UNREACHABLE
     if status != 200:
         said = "no rescheduler runs there" if isinstance(asked, DryRun) and status == 404 else answer
-        print(f"llumnix explain: scheduler {asked.scheduler} answers {status}: {said}", file=sys.stderr)
+        print(f"llumnix explain: scheduler {scheduler} answers {status}: {said}", file=sys.stderr)
         return ExitCode.USAGE if status == 400 else ExitCode.REFUSED
-    if as_json:
+    if explanation.as_json:
         output.print_json(answer)
     elif isinstance(asked, DryRun):
         explained.show_dry_run(answer)
@@ -154,12 +170,13 @@ def _body(question: Question) -> dict[str, Any]:
     return body
 
 
-async def _ask_dry_run(dry_run: DryRun, access: Access) -> tuple[int, Any]:
-    return await _ask(dry_run.scheduler, {"policy": dry_run.policy}, access, "/debug/rescheduling/plan")
+async def _ask_dry_run(scheduler: Address, dry_run: DryRun, access: Access) -> tuple[int, Any]:
+    return await _ask(scheduler, {"policy": dry_run.policy}, access, "/debug/rescheduling/plan")
 
 
 async def _ask(
     scheduler: Address, asked: dict[str, Any], access: Access, path: str = "/debug/schedule"
 ) -> tuple[int, Any]:
-    async with access.session(_TIMEOUT_S) as session, session.post(access.url(scheduler, path), json=asked) as answer:
+    url = access.url(scheduler, path)
+    async with access.session(_TIMEOUT_S) as session, session.post(url, json=asked, headers=access.headers) as answer:
         return answer.status, await (answer.json() if answer.status == 200 else answer.text())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -16,9 +17,11 @@ from llumlet.types import Address
 from llumsched.cms.snapshot import CmsUnreachable, look
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.commands.arguments import OPTIONS
+from llumsched.contract import SCHEDULER_PORT
 from llumsched.fan_out import Answer, ask_all
 
 CMS_VARIABLE: Final = "LLUMNIX_CMS"
+CLUSTER_VARIABLE: Final = "LLUMNIX_CLUSTER"
 
 T = TypeVar("T")
 INSTANCE: Final = "INSTANCE"
@@ -28,12 +31,33 @@ Place = Address | str
 """An instance's address, or its id."""
 
 
+def _scheduler(text: str) -> Address:
+    """HOST, or HOST:PORT. Raises ValueError."""
+    is_host = ":" not in text.rpartition("]")[2] if text.startswith("[") else text.count(":") != 1
+    host = text.removeprefix("[").removesuffix("]") if is_host else ""
+    if is_host and not re.fullmatch(r"[\w.:-]+", host):
+        raise ValueError(f"{text!r} is neither HOST nor HOST:PORT")
+    return Address(host, SCHEDULER_PORT) if is_host else Address.parse(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The one address from which a cluster's other ones follow."""
+
+    cluster: Address = OPTIONS.setting(
+        Address("127.0.0.1", SCHEDULER_PORT),
+        Kind(_scheduler, "HOST[:PORT]"),
+        "the cluster, by its scheduler's host and HTTP port; the CMS is at the next port, unless --cms says another",
+        variable=CLUSTER_VARIABLE,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Cms:
     cms: str = OPTIONS.setting(
         "",
         kinds.text("HOST:PORT|redis://…"),
-        "the scheduler, or the Redis, that knows the instances by their ids",
+        "the CMS that knows the instances by their ids: a scheduler's, or a Redis",
         variable=CMS_VARIABLE,
     )
 
@@ -43,7 +67,7 @@ class Named:
     instances: tuple[str, ...] = OPTIONS.setting(
         (),
         Kind(tuple, INSTANCE, {"nargs": "*"}, repeated=True),
-        "instances to ask, by id (needs --cms; without any, all that it knows) or HOST:PORT",
+        "instances to ask, by id or HOST:PORT (without any, all of the cluster)",
         flag="instances",
     )
     llumlet: tuple[str, ...] = OPTIONS.setting(
@@ -63,9 +87,20 @@ def cms_of(reading: Reading) -> str:
     return url
 
 
+def cluster_of(reading: Reading) -> tuple[str, Address | None]:
+    """The URL of the CMS, and the address of the scheduler; None if only a CMS was named.
+
+    What a command line says goes before a variable, whichever of the two it is."""
+    said, scheduler, cms = reading.given, reading.make_with_defaults(Cluster).cluster, cms_of(reading)
+    is_later = said.get("--cluster") == "--cluster" and said.get("--cms") != "--cms"
+    if not cms or is_later:
+        return str(Address(scheduler.host, scheduler.port + 1)), scheduler
+    return cms, scheduler if "--cluster" in said else None
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Instances, each once; without any, all that the CMS knows. `cms`: its URL, or empty."""
+    """Instances, each once; without any, all that the CMS knows. `cms`: its URL."""
 
     places: Sequence[Place]
     cms: str
@@ -96,26 +131,23 @@ class Places:
 
 def named(reading: Reading) -> Places:
     """Places that `Named` was given."""
-    given, cms = reading.make(Named), cms_of(reading)
+    given, (cms, _) = reading.make(Named), cluster_of(reading)
     texts = [(INSTANCE, text) for text in given.instances]
     texts += [("--llumlet", text) for text in words(given.llumlet)]
-    if not (texts or "--cms" in reading.given):
-        reading.faults.append("--llumlet HOST:PORT is missing")
     return places(reading, texts, cms)
 
 
 def places(reading: Reading, texts: Iterable[tuple[str, str]], cms: str) -> Places:
-    """The places that texts name. `texts`: flag, and address or id. Without a CMS only addresses are places."""
+    """The places that texts name. `texts`: flag, and address or id; `--llumlet` is an address."""
     found: dict[Place, None] = {}
     for flag, text in texts:
         try:
             found[Address.parse(text)] = None
         except ValueError as error:
-            if cms and text and ":" not in text:
+            if text and ":" not in text and flag != "--llumlet":
                 found[text] = None
             else:
-                hint = "; an instance's id needs --cms" if flag == INSTANCE else ""
-                reading.faults.append(f"{flag} {error}{hint}")
+                reading.faults.append(f"{flag} {error}")
     return Places(tuple(found), cms)
 
 

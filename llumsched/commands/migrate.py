@@ -72,7 +72,7 @@ class Options:
     timeout_s: float = _how.setting(600.0, kinds.seconds(above=0), "how long to watch; the moves go on afterwards")
 
 
-SETTINGS: Final = (Options, instances.Cms, selection.Selection, Output)
+SETTINGS: Final = (Options, instances.Cluster, instances.Cms, selection.Selection, Output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,11 @@ class Migration:
 
 
 def prepare(reading: Reading) -> Migration:
-    options, cms = reading.make_with_defaults(Options), instances.cms_of(reading)
+    options, cms = reading.make_with_defaults(Options), instances.cluster_of(reading)[0]
     texts = {"--from": options.source, "--to": options.destination}
-    reading.faults += [f"{flag} HOST:PORT is missing" for flag, text in texts.items() if not text]
+    reading.faults += [
+        f"{flag} INSTANCE is missing: its id, or its llumlet's HOST:PORT" for flag, text in texts.items() if not text
+    ]
     ends = instances.places(reading, [(flag, text) for flag, text in texts.items() if text], cms)
     if len(ends.places) == 1 and all(texts.values()):
         reading.faults.append(f"--from and --to are the same llumlet, {ends.places[0]}")

@@ -41,7 +41,7 @@ _COLUMNS = (
 )
 
 
-SETTINGS: Final = (instances.Named, instances.Cms, Output)
+SETTINGS: Final = (instances.Named, instances.Cluster, instances.Cms, Output)
 
 
 def prepare(reading: Reading) -> tuple[instances.Places, bool]:

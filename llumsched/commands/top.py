@@ -18,7 +18,7 @@ from llumlet.setting_sources import Reading
 from llumlet.types import Address
 from llumsched import output
 from llumsched.commands.arguments import OPTIONS, Output
-from llumsched.commands.instances import Cms, cms_of
+from llumsched.commands.instances import Cluster, Cms, cluster_of
 from llumsched.exit_codes import ExitCode
 from llumsched.scheduler_access import AccessSettings
 from llumsched.top import rows
@@ -40,31 +40,30 @@ class Options:
     scheduler: Address | None = OPTIONS.setting(
         None,
         Kind(lambda url: Address.parse(url.removeprefix("http://").rstrip("/")), "HOST:PORT"),
-        "HTTP address of the scheduler whose rescheduler's moves are shown",
+        "HTTP address of the scheduler whose rescheduler's moves are shown (default: that of the cluster)",
     )
     once: bool = OPTIONS.setting(False, MARK, "print what is now, and exit")
     interval_s: float = OPTIONS.setting(1.0, kinds.seconds(above=0), "between two objects of --json")
 
 
-SETTINGS: Final = (Cms, Options, AccessSettings, Output)
+SETTINGS: Final = (Cluster, Cms, Options, AccessSettings, Output)
 
 
 @dataclass(frozen=True, slots=True)
 class Top:
     cms: str
+    scheduler: Address | None
     options: Options
     access: AccessSettings
     as_json: bool
 
     def source(self, credentials: Credentials) -> Source:
-        return Source(self.cms, self.options.scheduler, credentials, self.access.access)
+        return Source(self.cms, self.options.scheduler or self.scheduler, credentials, self.access.access)
 
 
 def prepare(reading: Reading) -> Top:
-    cms = cms_of(reading)
-    if "--cms" not in reading.given:
-        reading.faults.append("--cms HOST:PORT is missing")
-    top = Top(cms, reading.make(Options), reading.make(AccessSettings), reading.make_with_defaults(Output).json)
+    as_json = reading.make_with_defaults(Output).json
+    top = Top(*cluster_of(reading), reading.make(Options), reading.make(AccessSettings), as_json)
     reading.check(_terminal_faults, top)
     return top
 

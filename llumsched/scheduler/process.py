@@ -27,6 +27,7 @@ from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.lrs import RealtimeState
 from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
+from llumsched.contract import CMS_PORT, SCHEDULER_PORT
 from llumsched.dispatch.dispatcher import Dispatcher, Ledger
 from llumsched.dispatch.warmth import QUIET_S
 from llumsched.latency.profile import Profile, read_llumnix, read_profile
@@ -51,8 +52,8 @@ _STOP_S: Final = 2.0
 
 # What differs from Llumnix, and why: docs/defaults.md
 HOST: Final = "127.0.0.1"
-PORT: Final = 8002
-CMS: Final = "listen://127.0.0.1:8003"
+PORT: Final = SCHEDULER_PORT
+CMS: Final = f"listen://{HOST}:{CMS_PORT}"
 
 
 _TIME: Final = kinds.seconds(above=0)

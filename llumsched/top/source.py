@@ -99,7 +99,7 @@ class Source:
         async with self._access.session(CALL_S) as session:
             while True:
                 try:
-                    async with session.get(url) as answer:
+                    async with session.get(url, headers=self._access.headers) as answer:
                         answer.raise_for_status()
                         self._moves = _moves(await answer.json())
                         self._moves_problem = ""

@@ -19,6 +19,7 @@ from llumlet.loopback import is_loopback
 from llumlet.protocol.infer_type import InferType
 from llumlet.settings import Group, entries, field_of
 from llumlet.types import Address
+from llumsched.contract import CMS_PORT, SCHEDULER_PORT
 from llumsched.gateway.config import MOST_WORKERS
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.reader import PolicyError, built_in_policies
@@ -33,8 +34,6 @@ from llumsched.up.ports import free_port, free_ports, is_free
 
 HOST = "127.0.0.1"
 GATEWAY_PORT = 8001
-SCHEDULER_PORT = 8002
-CMS_PORT = 8003
 MOST_ENGINES = 256
 START_TIMEOUT_S = 60.0
 WARM_UP_PROMPT = range(100, 196)
@@ -321,11 +320,18 @@ def _greeting(config: UpConfig, gateway: str, scheduler: Address, cms: Address) 
 
     {gateway}            the OpenAI API
     http://{scheduler}            the cluster, live
-    llumnix top --cms {cms} --scheduler {scheduler}
+    llumnix top{_named(scheduler, cms)}
 
     curl {gateway}/v1/completions -H 'Content-Type: application/json' \\
          -d {shlex.quote(body)}
 """
+
+
+def _named(scheduler: Address, cms: Address) -> str:
+    """Flags with which commands find this cluster; empty if they do without any."""
+    if cms.port != scheduler.port + 1:
+        return f" --cms {cms} --scheduler {scheduler}"
+    return "" if scheduler.port == SCHEDULER_PORT else f" --cluster {scheduler}"
 
 
 def _engines(config: UpConfig) -> str:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from llumsched.cli import main
+from llumsched.cli import main, prepare
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.testing import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
@@ -88,7 +88,10 @@ async def until_reported(llumnix: Llumnix, url: str) -> None:
         (["ps", "--cms", "nowhere"], "--cms 'nowhere' is not HOST:PORT"),
         (["ps", "--cms", "redis://"], "--cms the redis:// URL names no host"),
         (["ps", "--cms", "listen://127.0.0.1:1"], "a command does not listen"),
-        (["ps", "engine-1"], "INSTANCE 'engine-1' is not HOST:PORT; an instance's id needs --cms"),
+        (["ps", "engine:1x"], "INSTANCE 'engine:1x': the port must be a number"),
+        (["ps", "--llumlet", "engine-1"], "--llumlet 'engine-1' is not HOST:PORT"),
+        (["ps", "--cluster", "a/b"], "--cluster 'a/b' is neither HOST nor HOST:PORT"),
+        (["drain"], "INSTANCE is missing: the id of the instance that is to end, or --llumlet HOST:PORT"),
         (["drain", "a:1", "--llumlet", "a:2"], "INSTANCE and --llumlet exclude each other"),
         (["migrate", "--from", "a", "--to", "a", "--all", "--cms", "c:1"], "--from and --to are the same llumlet, a"),
     ],
@@ -96,3 +99,43 @@ async def until_reported(llumnix: Llumnix, url: str) -> None:
 def test_faults(capsys: pytest.CaptureFixture[str], arguments: list[str], fault: str) -> None:
     assert main(arguments) == 2
     assert fault in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "cms", "scheduler"),
+    [
+        ([], {}, "127.0.0.1:8003", "127.0.0.1:8002"),
+        (["--cluster", "a"], {}, "a:8003", "a:8002"),
+        (["--cluster", "a:7000"], {}, "a:7001", "a:7000"),
+        (["--cluster", "::1"], {}, "[::1]:8003", "[::1]:8002"),
+        (["--cluster", "[::1]:7"], {}, "[::1]:8", "[::1]:7"),
+        ([], {"LLUMNIX_CLUSTER": "b"}, "b:8003", "b:8002"),
+        ([], {"LLUMNIX_CMS": "redis://c"}, "redis://c", None),
+        (["--cms", "c:1"], {"LLUMNIX_CLUSTER": "b"}, "c:1", "b:8002"),
+        (["--cluster", "a"], {"LLUMNIX_CMS": "c:1"}, "a:8003", "a:8002"),
+        (["--cluster", "a", "--cms", "c:1"], {}, "c:1", "a:8002"),
+    ],
+)
+def test_one_address_names_a_cluster(
+    words: list[str], environ: dict[str, str], cms: str, scheduler: str | None
+) -> None:
+    top = prepare("top", ["top", "--once", *words], environ)
+    assert not top.faults
+    assert (top.config.cms, top.config.scheduler and str(top.config.scheduler)) == (cms, scheduler)
+    for command in ("ps", "status"):
+        assert prepare(command, [command, *words], environ).config[0].cms == cms
+    assert prepare("drain", ["drain", "sim-0", *words], environ).config.places.cms == cms
+    if "--cms" not in words:
+        explained = prepare("explain", ["explain", *words], environ).config
+        assert str(explained.scheduler) == (scheduler or "127.0.0.1:8002")
+
+
+@pytest.mark.asyncio
+async def test_error_names_the_ways_to_a_cluster(llumnix: Llumnix, unused_tcp_port: int) -> None:
+    place = f"127.0.0.1:{unused_tcp_port}"
+    for words in (["status"], ["ps"], ["drain", "sim-0"], ["explain"]):
+        done = await llumnix(*words, "--cluster", place)
+        assert done.code == 4
+        assert "--cluster HOST[:PORT] (or LLUMNIX_CLUSTER)" in done.err
+        assert "Traceback" not in done.err
+        assert "ssl:default" not in done.err

@@ -152,7 +152,8 @@ def test_what_is_of_no_use_is_a_fault(arguments: list[str], faults: list[str]) -
 
 def test_metrics_may_be_given_one_by_one_and_with_commas() -> None:
     arguments = ["explain", "--metric", "freeness, num_requests", "--metric=num_requests,virtual_usage"]
-    (asked, _, _), _, faults = prepare("explain", arguments, {})
+    explanation, _, faults = prepare("explain", arguments, {})
     assert not faults
+    asked = explanation.asked
     assert isinstance(asked, explain.Question)
     assert explain._body(asked)["metrics"] == ("freeness", "num_requests", "virtual_usage")

@@ -30,7 +30,7 @@ def faults(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     found = faults(
         capsys,
-        *("migrate", "--from", "nowhere", "--rule", "MOST", "--order", "BIGGEST", "--value", "x"),
+        *("migrate", "--from", "no:where", "--rule", "MOST", "--order", "BIGGEST", "--value", "x"),
         *("--method", "teleport", "--stall-budget-ms", "-3", "--timeout", "soon", "--bogus"),
     )
     assert found == [
@@ -41,8 +41,8 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
         "--rule 'MOST' is not one of NUM_REQ, TOKEN, RATIO",
         "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR, LP",
         "--value 'x' is not a number",
-        "--to HOST:PORT is missing",
-        "--from 'nowhere' is not HOST:PORT",
+        "--to INSTANCE is missing: its id, or its llumlet's HOST:PORT",
+        "--from 'no:where': the port must be a number from 1 to 65535",
     ]
 
 
@@ -146,7 +146,6 @@ def test_source_and_destination_must_differ(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("command", ["ps", "status"])
 def test_llumlets_are_named(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    assert faults(capsys, command) == ["--llumlet HOST:PORT is missing"]
     assert faults(capsys, command, "--llumlet", "a:1,b:99999,,c") == [
         "--llumlet 'b:99999': the port must be a number from 1 to 65535",
         "--llumlet '' is not HOST:PORT",

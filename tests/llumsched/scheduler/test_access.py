@@ -161,9 +161,9 @@ async def test_what_is_said_to_it_is_encrypted(write: Write, tmp_path: Path) -> 
         for ca, reached in ((authority, True), (strangers, False)):
             settings = {"scheduler_ca_file": str(ca.path), "service_token": f"Bearer {GATEWAY}"}
             flags = ["explain", "--service-token-file", str(token), "--scheduler-ca-file", str(ca.path)]
-            (_, given, _), _, faults = prepare("explain", flags, {})
+            explanation, _, faults = prepare("explain", flags, {})
             assert not faults
-            access = given.access
+            access = explanation.access.access
             async with aiohttp.ClientSession() as session:
                 gateway = SchedulerClient(Config(scheduler_endpoints=(address,), **settings), session)
                 assert await gateway.refusal() == ("" if reached else None)

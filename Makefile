@@ -18,7 +18,7 @@ MODEL ?=
 
 # Debian's libraries that Mooncake is linked with, and the programs that the tests run.
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
-PROGRAMS := redis-server chromium
+PROGRAMS := redis-server chromium buildah
 
 # Tests that start hardly an engine, the simulation first as it takes longest. Most wait more than they compute, so that
 # there are more workers than cores.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pip install .` leaves a vLLM that a series fits as it is, and the Dockerfile builds on each of them."""
+"""`pip install .` leaves a vLLM that a series fits as it is, and the Dockerfile takes each of them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def test_the_image_takes_every_release_with_a_series(wheels: dict[str, Path]) -> None:
-    """No docker here: the file is read, and each version put in."""
+    """The file is read, and each version put in; `test_image` builds it."""
     steps = instructions(DOCKERFILE.read_text())
     assert [name for name, _ in steps] == ["ARG", "FROM", "ARG", "COPY", "RUN"]
     name, _, default = steps[0][1].partition("=")

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import ssl
+import textwrap
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -48,6 +49,8 @@ from vllm_llumnix.kv.vllm_types import Worker
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 W = TypeVar("W", MooncakeSettings, NixlSettings)
+_WHY_CHARACTERS = 160
+"""The first sentences of torch: how much was asked for, and how much is free."""
 
 
 class _Staged(NamedTuple):
@@ -138,8 +141,8 @@ class DataPlane:
 
     def _do_without(self, error: torch.OutOfMemoryError) -> None:
         """The model has its memory, and serves: it is copying that has none."""
-        self.unavailable = f"no GPU memory for copying blocks; a lower --gpu-memory-utilization leaves some: {error}"
-        self.unavailable = self.unavailable.splitlines()[0]
+        why = textwrap.shorten(str(error), _WHY_CHARACTERS, placeholder="…")
+        self.unavailable = f"no GPU memory for copying blocks; a lower --gpu-memory-utilization leaves some: {why}"
         for engine in self._engines:
             engine.close()
         self._staged.clear()

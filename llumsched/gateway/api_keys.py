@@ -58,8 +58,8 @@ class Bucket:
         self._at_s = now_s
         return max(0.0, (1.0 - self._level) / self._per_s)
 
-    def take(self) -> None:
-        self._level -= 1.0
+    def take(self, number: int = 1) -> None:
+        self._level -= number
 
 
 class Tenant:
@@ -83,10 +83,8 @@ class Tenant:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Counts a request while the block runs. Raises Exceeded."""
-        most = self.allowance.concurrent_requests
-        if most is not None and self._num_requests >= most:
-            raise Exceeded(f"This key may have {most} requests in flight.", self.name, Limit.CONCURRENT)
+        """Counts a request while the block runs, until its body says how many it is worth. Raises Exceeded."""
+        self._check_concurrent(1)
         wait_s = max((bucket.wait_s() for bucket in self._buckets), default=0.0)
         if wait_s:
             raise Exceeded("This key has asked too often.", self.name, Limit.RATE, wait_s)
@@ -97,6 +95,35 @@ class Tenant:
             yield
         finally:
             self._num_requests -= 1
+
+    @contextmanager
+    def sequences(self, number: int) -> Iterator[None]:
+        """Counts what a request is worth beyond one, while the block runs: each sequence as a request. Rates are paid
+        by those that come later. Raises Exceeded."""
+        self._check_concurrent(number)
+        for bucket in self._buckets:
+            bucket.take(number)
+        with self.kept(number):
+            yield
+
+    @contextmanager
+    def kept(self, number: int) -> Iterator[None]:
+        """Counts requests that go on while the block runs."""
+        self._num_requests += number
+        try:
+            yield
+        finally:
+            self._num_requests -= number
+
+    def _check_concurrent(self, number: int) -> None:
+        most = self.allowance.concurrent_requests
+        if number and most is not None and self._num_requests + number > most:
+            worth = f" This one counts as {number + 1}." if number > 1 else ""
+            raise Exceeded(f"This key may have {most} requests in flight.{worth}", self.name, Limit.CONCURRENT)
+
+    @property
+    def limits_flight(self) -> bool:
+        return self.allowance.concurrent_requests is not None or self.allowance.tokens_in_flight is not None
 
     @property
     def objectives(self) -> Objectives:
@@ -110,11 +137,16 @@ class Tenant:
             raise PriorityRefused(f"This key's requests have a `priority` of {best} or more (lower ones come first).")
 
     @contextmanager
-    def tokens(self, number: int) -> Iterator[None]:
-        """Counts a request's prompt tokens while the block runs. Raises Exceeded."""
+    def tokens(self, num_prompt: int, num_output: int) -> Iterator[None]:
+        """Counts the tokens that a request may take while the block runs. One whose output may be longer than the limit
+        has it for itself. Raises Exceeded."""
         most = self.allowance.tokens_in_flight
-        if most is not None and self._num_tokens + number > most:
-            raise Exceeded(f"This key may have {most} prompt tokens in flight.", self.name, Limit.TOKENS)
+        number = num_prompt + num_output
+        if most is not None:
+            number = min(number, max(most, num_prompt))
+            if self._num_tokens + number > most:
+                text = f"This key may have {most} tokens in flight, prompts and the most that they may generate."
+                raise Exceeded(text, self.name, Limit.TOKENS)
         self._num_tokens += number
         try:
             yield

@@ -27,6 +27,7 @@ from llumsched.model_memory import ModelMemory
 _ASK_TIMEOUT_S = 3.0
 _MISSES = 2
 """Questions in a row that an instance which was well may not answer until it is held for down."""
+_UNFINISHED = frozenset(("queued", "in_progress"))
 _ASKED_AT_ONCE = 64
 """Limit of the requests for models at a time: a thousand connections in one burst hold up all streams."""
 _FORGOTTEN_S = 300.0
@@ -168,6 +169,20 @@ class Backends:
     def has_several_models(self) -> bool:
         """Whether instances are known to have different models; each names its own first, and its adapters after it."""
         return len({next(iter(backend.models)) for backend in self._all.values() if backend.models}) > 1
+
+    def max_model_len(self, model: str) -> int:
+        """Limit of prompt and output together, in tokens; 0 if no instance says it."""
+        return max((backend.max_model_len(model) or 0 for backend in self._all.values()), default=0)
+
+    async def has_unfinished(self, instance: str, response_id: str) -> bool:
+        """Whether a response that an instance has is still being made. Raises what asking may."""
+        for backend in self._all.values():
+            if str(backend) == instance:
+                timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+                url = URL(backend.endpoint.url(f"/v1/responses/{response_id}"))
+                async with self._session.get(url, headers=self._headers, timeout=timeout) as answer:
+                    return answer.status == 200 and (await answer.json()).get("status") in _UNFINISHED
+        return False
 
     def next_for(
         self, model: str, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -33,17 +35,34 @@ class Head(msgspec.Struct):
     tools: Any = None
     include_reasoning: Any = None
     previous_response_id: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    vllm_xargs: Any = None
-    sampling_params: Any = None
     mcp_servers: Any = None
     background: Any = None
     store: Any = None
     conversation: Any = None
     priority: Priority | None = None
     transfers: Any = None
-    """The field by which an engine would move caches for the client; empty: none. Written when a body has been read."""
+    """The field by which an engine would move caches for the client; empty: none. This and what follows is written when
+    a body has been read, whatever stood there."""
+    num_prompts: Any = 1
+    num_sequences: Any = 1
+    """Sequences that an engine computes: prompts, each as often as the client wants an answer."""
+    most_output: Any = None
+    """The limit of the output tokens of each; None: none."""
+
+
+class _Read(Head):
+    """What is read besides, to fill in the rest."""
+
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
+    sampling_params: Any = None
+    best_of: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
 
 
 Content = tuple[bytes | bytearray | memoryview, ...]
@@ -57,34 +76,54 @@ _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 """Fields that have an engine fetch, or keep, a KV or encoder cache: they name hosts, ports and blocks, perhaps another
 client's. Engines read them of the arguments for extensions, too."""
 
-_HEAD = msgspec.json.Decoder(Head, strict=False)
+_OUTPUTS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_SEVERAL: Final = re.compile(rb"\s*\[\s*[\[\"]")
+"""The beginning of an array of prompts, or of conversations."""
+_MOST_SEQUENCES: Final = 1 << 20
+
+_HEAD = msgspec.json.Decoder(_Read, strict=False)
 """Not strict, as engines are not: "-1" is a number."""
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 _ANYTHING = msgspec.json.Decoder(Any)
+_ARRAY = msgspec.json.Decoder(list[Any])
 
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 _T = TypeVar("_T")
 
 
-def _decoded(decoder: msgspec.json.Decoder[_T], content: bytes | bytearray) -> _T:
+def _decoded(decoder: msgspec.json.Decoder[_T], content: bytes | bytearray | msgspec.Raw) -> _T:
     try:
         return decoder.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"The body cannot be read as a JSON object: {error}") from None
 
 
-def _checked(head: Head) -> Head:
+def _checked(head: _Read) -> Head:
     if head.model is not None and not isinstance(head.model, str):
         raise InvalidRequest("`model` must be a string.")
     if len(head.model or "") > _MOST_MODEL_CHARACTERS:
         raise InvalidRequest(f"`model` has more than {_MOST_MODEL_CHARACTERS} characters.")
-    head.transfers = _transfers(head)
-    for name in (*_TRANSFERS, "vllm_xargs", "sampling_params"):
-        setattr(head, name, None)
+    sampling = head.sampling_params if isinstance(head.sampling_params, dict) else {}
+    head.transfers = _transfers(head, sampling.get("extra_args"))
+    several = next((raw for raw in (head.prompt, head.messages) if _SEVERAL.match(raw)), None)
+    head.num_prompts = max(1, 1 if several is None else len(_decoded(_ARRAY, several)))
+    num_each = max(filter(None, map(_number, (head.n, head.best_of, sampling.get("n")))), default=1)
+    head.num_sequences = min(head.num_prompts * num_each, _MOST_SEQUENCES)
+    outputs = [*(getattr(head, name) for name in _OUTPUTS), sampling.get("max_tokens")]
+    head.most_output = next((number for number in map(_number, outputs) if number is not None), None)
     return head
 
 
-def _transfers(head: Head) -> str:
-    extra = head.sampling_params.get("extra_args") if isinstance(head.sampling_params, dict) else None
+def _number(value: Any) -> int | None:
+    """A number as engines read it; None for what is none, which they refuse."""
+    if value is None:
+        return None
+    with suppress(msgspec.ValidationError):
+        return msgspec.convert(value, _Count, strict=False)
+    return None
+
+
+def _transfers(head: _Read, extra: Any) -> str:
     own = {name: getattr(head, name) for name in _TRANSFERS}
     for place, given in (("", own), ("vllm_xargs.", head.vllm_xargs), ("sampling_params.extra_args.", extra)):
         for name in _TRANSFERS:
@@ -121,7 +160,7 @@ class Body:
     def read_form(cls, content: bytes | bytearray, content_type: str) -> Body:
         """A body of a multipart form. Raises InvalidRequest."""
         fields = fields_of(content, content_type, ("model", "vllm_xargs"))
-        head = Head(model=fields.get("model") or None)
+        head = _Read(model=fields.get("model") or None)
         if "vllm_xargs" in fields:
             head.vllm_xargs = _decoded(_ANYTHING, fields["vllm_xargs"].encode())
         return cls(content, _checked(head))

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from codecs import BOM_UTF8
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, Final
 
 from aiohttp import StreamReader, web
@@ -85,10 +85,16 @@ class Exchanges:
             if found.path.keeps_answers:
                 own_response = new_id()
                 body = body.with_fields(request_id=own_response)
-            with tenant.tokens(prompt.num_tokens) if tenant else nullcontext():
+            with ExitStack() as held:
+                if tenant is not None:
+                    self._hold(held, tenant, body, prompt, found)
                 headers = with_client(request)
                 received = Received(request, body, record, own_id, started_s, prompt, headers, stored, own_response)
                 response = await self._attempts(received, found).run()
+                rests = own_response and body.head.background is True and response.status == 200
+                if rests and tenant is not None and tenant.limits_flight:
+                    held.enter_context(tenant.kept(1))
+                    self._services.background.keep(held.pop_all(), record.instance, own_response)
             record.status = record.status or response.status
             return response
         except GatewayError as error:
@@ -160,6 +166,19 @@ class Exchanges:
         if 0 < wanted <= prompt.num_tokens and not prompt.blocks and path.form is not Form.OTHER:
             self._services.unnamed(path.form, body.model)
         return prompt
+
+    def _hold(self, held: ExitStack, tenant: Tenant, body: Body, prompt: Prompt, found: Found) -> None:
+        """Has a request count for its key, until `held` is closed. Raises Exceeded."""
+        num_sequences, num_output = body.head.num_sequences, body.head.most_output
+        held.enter_context(tenant.sequences(num_sequences - 1))
+        if not tenant.allowance.tokens_in_flight or found.path.work is Work.TEXT:
+            return
+        if found.path.work is Work.BATCH:
+            num_output = 0
+        elif num_output is None:
+            num_output = max(0, self._services.backends.max_model_len(body.model) - prompt.num_tokens)
+        num_prompt = prompt.num_tokens * max(1, num_sequences // body.head.num_prompts)
+        held.enter_context(tenant.tokens(num_prompt, num_sequences * num_output))
 
     def _attempts(self, received: Received, found: Found) -> Attempts:
         """The right kind of attempts for the path."""

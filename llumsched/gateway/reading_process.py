@@ -140,7 +140,7 @@ def _short(head: Head) -> Head:
             return "…" if value else value
         return value[:_MOST_TOLD_CHARACTERS] if isinstance(value, str) else value
 
-    return Head(**{name: told(value) for name, value in msgspec.structs.asdict(head).items()})
+    return Head(**{name: told(getattr(head, name)) for name in Head.__struct_fields__})
 
 
 def _count(connection: socket.socket, job: Job, content: bytearray, tokenizers: dict[str, ModelTokenizer]) -> Answer:

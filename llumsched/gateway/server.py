@@ -185,6 +185,7 @@ class Gateway:
         await self._operators.end_handshakes()
         await self._operators.shutdown(1.0)
         await cancel(*self._tasks)
+        await self.services.background.close()
         await self.placement.close()
         await self.backends.close()
         self.upstream.close()

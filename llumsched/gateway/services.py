@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from aiohttp import web
 
 from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.background import Background
 from llumsched.gateway.body import Body, Prompt
 from llumsched.gateway.chats.form import Form
 from llumsched.gateway.config import Config
@@ -104,6 +105,7 @@ class Services:
     stored: StoredResponses
     num_in_flight: int = 0
     bodies: Bodies = field(init=False)
+    background: Background = field(init=False)
     budget: RetryBudget = field(init=False)
     trials: Trials[Backend] = field(init=False)
     _is_told: bool = False
@@ -123,6 +125,7 @@ class Services:
             )
 
     def __post_init__(self) -> None:
+        self.background = Background(self.backends)
         self.bodies = Bodies(self.config.max_bodies_bytes)
         self.budget = RetryBudget(self.config.retry_budget, lambda: self.num_in_flight, time.monotonic)
         self.trials = Trials(lambda: len(self.backends) - len(self.backends.avoided()))

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import ssl
+import timeit
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +17,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from llumlet.hashed_keys import HashedKeys
 from llumsched.cli import prepare
-from llumsched.gateway import admission
+from llumsched.gateway import admission, background
 from llumsched.gateway.access_log import _line
 from llumsched.gateway.api_keys import ApiKeys, Exceeded, Limit, Tenant
+from llumsched.gateway.body import Body
 from llumsched.gateway.key_file import Allowance, read_keys
 from llumsched.gateway.metrics import Record
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, until
@@ -223,14 +226,94 @@ async def test_a_header_is_no_way_past_a_keys_best_priority(
 async def test_a_key_has_so_many_tokens_in_flight(write: Write) -> None:
     file = write({"a": {"keys": [FIRST], "tokens_in_flight": 10}})
     async with cluster(api_key_file=file, mock=Mock(interval_s=0.05)) as it:
-        long = BODY | {"prompt": [1] * 7, "max_tokens": 1000}
+        long = BODY | {"prompt": [1] * 4, "max_tokens": 2}
+        it.engines.interval_s = 5.0
         running = asyncio.create_task(it.post(COMPLETIONS, long, _with(FIRST)))
         await until(lambda: it.engines.answering)
-        await _refusal(it, FIRST, Limit.TOKENS, BODY | {"prompt": [1] * 4})
-        assert (await it.post(COMPLETIONS, BODY | {"prompt": [1] * 3}, _with(FIRST))).status == 200
+        it.engines.interval_s = 0.0
+        for more in ({"prompt": [1] * 2, "max_tokens": 3}, {"prompt": [1, 2], "max_tokens": 1, "n": 2}, {"prompt": [1]},
+                     {"prompt": [[1], [2]], "max_completion_tokens": 2}):  # fmt: skip
+            body = {name: value for name, value in BODY.items() if name != "max_tokens"} | more
+            await _refusal(it, FIRST, Limit.TOKENS, body)
+        assert (await it.post(COMPLETIONS, BODY | {"prompt": [1] * 2, "max_tokens": 2}, _with(FIRST))).status == 200
+        assert (await it.post("/v1/embeddings", {"input": "abcdefgh"}, _with(FIRST))).status == 404, "it generates none"
         running.cancel()
         await it.until_idle()
-        assert (await it.post(COMPLETIONS, BODY | {"prompt": [1] * 10}, _with(FIRST))).status == 200
+        assert (await it.post(COMPLETIONS, BODY | {"prompt": [1] * 10, "max_tokens": 900}, _with(FIRST))).status == 200
+        await _refusal(it, FIRST, Limit.TOKENS, BODY | {"prompt": [1] * 11})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "worth_five",
+    [{"n": 5}, {"n": "5"}, {"prompt": ["a"] * 5}, {"prompt": [[1, 2]] * 5}, {"prompt": ["a", "b", "c"], "n": 2}],
+    ids=str,
+)
+async def test_each_sequence_of_a_request_counts_as_a_request(write: Write, worth_five: dict[str, Any]) -> None:
+    file = write({"a": {"keys": [FIRST], "concurrent_requests": 4}, "b": {"keys": [SECOND], "requests_per_minute": 9}})
+    async with cluster(num_engines=1, api_key_file=file) as it:
+        reply = await it.post(COMPLETIONS, BODY | worth_five, _with(FIRST))
+        assert reply.status == 429
+        assert "counts as" in reply.json["error"]["message"]
+        assert (await it.post(COMPLETIONS, BODY | {"n": 1, "prompt": ["a"] * 4}, _with(FIRST))).status == 200
+        statuses = [(await it.post(COMPLETIONS, BODY | worth_five, _with(SECOND))).status for _ in range(3)]
+        assert statuses == [200, 200, 429]
+
+
+@pytest.mark.parametrize(
+    ("body", "worth"),
+    [
+        ({"prompt": [1, 2, 3]}, (1, None)),
+        ({"prompt": "a", "max_tokens": 7, "n": 3}, (3, 7)),
+        ({"messages": [{"role": "user"}], "max_tokens": 7, "max_completion_tokens": 9}, (1, 9)),
+        ({"messages": [[{"role": "user"}], [{}]], "n": 2, "max_tokens": "5"}, (4, 5)),
+        ({"input": ["a", "b"], "max_output_tokens": 3}, (1, 3)),
+        ({"token_ids": [1], "sampling_params": {"n": 4, "max_tokens": 6}}, (4, 6)),
+        ({"prompt": [], "n": 0, "max_tokens": "many", "num_sequences": 0, "most_output": 0}, (1, None)),
+    ],
+    ids=str,
+)
+def test_work_that_a_body_asks_for(body: dict[str, Any], worth: tuple[int, int | None]) -> None:
+    head = Body.read(json.dumps(body).encode()).head
+    assert (head.num_sequences, head.most_output) == worth
+
+
+class _Resting(Mock):
+    """Makes responses in the background, and says what became of them."""
+
+    state = "queued"
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not request.path.startswith("/v1/responses"):
+            return await super().answer(request)
+        return web.json_response({"status": self.state})
+
+
+@pytest.mark.asyncio
+async def test_response_that_is_made_in_the_background_counts_until_it_is_finished(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_LOOK_S", 0.02)
+    file = write({"a": {"keys": [FIRST], "concurrent_requests": 2, "tokens_in_flight": 100}})
+    async with cluster(num_engines=1, api_key_file=file, mock=_Resting()) as it:
+        resting = BODY | {"background": True, "max_output_tokens": 40}
+        for status in (200, 200, 429):
+            assert (await it.post("/v1/responses", resting, _with(FIRST))).status == status
+        assert (await it.post("/v1/responses", BODY, _with(FIRST))).status == 429
+        it.engines.state = "completed"  # type: ignore[attr-defined]
+        await until(lambda: not it.gateway.services.background._watching)
+        assert (await it.post("/v1/responses", resting, _with(FIRST))).status == 200
+
+
+def test_look_up_takes_the_same_time_for_any_number_of_keys() -> None:
+    few, many = (HashedKeys({"a": [f"sk-{number:020}" for number in range(size)]}) for size in (10, 10_000))
+    shown = [f"sk-{number:020}" for number in (5, 9_999, 123_456)]
+
+    def best_s(keys: HashedKeys[str]) -> float:
+        return min(timeit.repeat(lambda: [keys.whose(key) for key in shown], number=300, repeat=7))
+
+    assert best_s(many) < 5 * best_s(few)
+    assert [many.whose(key) for key in shown] == ["a", "a", None]
 
 
 @pytest.mark.asyncio

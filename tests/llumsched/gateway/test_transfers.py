@@ -89,10 +89,10 @@ def test_every_such_field_of_the_installed_vllm_is_known() -> None:
     assert fields == {*_TRANSFERS, "vllm_xargs"}
 
 
-def test_what_was_read_to_find_them_is_not_kept() -> None:
-    content = json.dumps(BODY | {"vllm_xargs": {"a": 1}, "sampling_params": {"n": 2}, "transfers": "x"})
+def test_clients_do_not_write_what_is_found_out_of_their_bodies() -> None:
+    content = json.dumps(BODY | {"transfers": "x", "num_sequences": 7, "most_output": 9})
     head = Body.read(content.encode()).head
-    assert (head.vllm_xargs, head.sampling_params, head.transfers) == (None, None, "")
+    assert (head.transfers, head.num_sequences, head.most_output) == ("", 1, 3)
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,7 @@ import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.metrics.stats import IterationStats, PrefillStats
+from vllm.v1.metrics.stats import IterationStats, PrefillStats, RequestSpecDecodeMetrics
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from llumlet.protocol import wire
@@ -56,6 +56,15 @@ def test_an_output_survives_the_round_trip() -> None:
     assert_same_logprobs(got.new_logprobs, sent.new_logprobs)
     assert isinstance(got.finish_reason, FinishReason)
     assert msgspec.structs.replace(got, new_logprobs=None) == msgspec.structs.replace(sent, new_logprobs=None)
+
+
+def test_drafts_counted_by_one_engine_are_left_out() -> None:
+    """They are a part of what a request that has moved has seen."""
+    counted = RequestSpecDecodeMetrics.new(2)
+    counted.observe(num_draft_tokens=2, num_accepted=1)
+    sent = output("r", 5, 6, finish=FinishReason.STOP, spec_decode_metrics=counted)
+    token = over_the_wire(token_output_from(sent, Epoch(0, 1), base=0, first=0))
+    assert engine_output_from(token, 0, 2, True).spec_decode_metrics is None
 
 
 @pytest.mark.parametrize("value", [-np.inf, np.nan, -0.0, np.float32(1e-45), np.finfo(np.float32).min])

@@ -217,6 +217,9 @@ model writes for the last step may be missing from the copy, and what it still w
 fall into a block that was copied since. Only pages of the draft's own layers are concerned, and drafts only propose:
 tokens and log probabilities are the target's, and what may be lost is the acceptance of a draft. (This by reading: on a
 CPU nothing overlaps.)
+
+What `--per-request-spec-decode-metrics` adds to a response is counted by one engine for one of its own requests: a
+response that has moved is without it, rather than with the numbers of a part.
 """
 
 _THE_MARK = f"""\

@@ -33,6 +33,14 @@ Context = aio.ServicerContext[Any, Any]
 MAX_DETAIL_CHARACTERS = 1000
 
 
+async def tell(context: Context, message: Message) -> None:
+    """Writes a message of a stream. A caller that has left ends the call, as its cancellation does, and is no error."""
+    try:
+        await context.write(message)
+    except aio.InternalError as error:  # what a write gives that comes before the news of the caller's end
+        raise asyncio.CancelledError(str(error)) from error
+
+
 class _Calls:
     """What both services share: running one call of the agent and answering for it."""
 
@@ -75,12 +83,12 @@ class _Calls:
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (progress := await events.get()) is not None:
-                await context.write(event(progress))
+                await tell(context, event(progress))
         finally:
             listening = False
             if not task.done():
                 self._calls.abandon(task)
-        await context.write(last(await _outcome(context, task)))
+        await tell(context, last(await _outcome(context, task)))
 
 
 class _Terms:
@@ -153,7 +161,7 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
         try:
             async with aclosing(self._agent.watch_cache(request)) as stream:
                 async for changes in stream:
-                    await context.write(changes)
+                    await tell(context, changes)
         except LlumletError as refusal:
             await refuse(context, refusal)
 

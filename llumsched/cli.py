@@ -8,9 +8,11 @@ found by the settings' readers, and by the command's `prepare`.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Any, Final, NamedTuple
 
 from llumlet import setting_sources, settings
@@ -45,8 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: Sequence[str]) -> int:
+    if list(words[:1]) in (["--version"], ["version"]):
+        print(f"llumnix {metadata.version('vllm-llumnix')}")
+        return ExitCode.OK
     name = next((word for word in _split(words)[0] if word in COMMANDS), "")
     if not name:
+        wrong = next((word for word in _split(words)[0] if not word.startswith("-")), "")
+        if near := _meant(wrong, COMMANDS):
+            print(f"llumnix: unknown command {wrong!r}: {near}", file=sys.stderr)
+            return ExitCode.USAGE
         parser = _parser("", None)
         parser.parse_known_args(words)
         parser.print_help(sys.stderr)
@@ -89,29 +98,38 @@ def prepare(name: str, words: Sequence[str], environ: Mapping[str, str] = os.env
 
 
 def _unknown(name: str, words: Sequence[str]) -> Iterator[str]:
-    """Faults of words that the command has no use for. Where something is to be said of a flag, the word after it
-    passes for its value."""
+    """Faults of words that the command has no use for. The word after a flag passes for its value."""
     is_value = False
     for word in words:
         if is_value and not word.startswith("-"):
             is_value = False
             continue
         flag = word.partition("=")[0]
-        answer = _answer(name, flag) if name in _SERVERS else ""
-        is_value = bool(answer) and flag == word
+        is_value = word.startswith("-") and flag == word
+        answer = _answer(name, flag) if word.startswith("-") else ""
         yield f"unknown argument {flag!r}: {answer}" if answer else f"unknown argument {word!r}"
 
 
 def _answer(name: str, flag: str) -> str:
-    """What is to be said of a flag that the server `name` does not have, if Llumnix or another server has it."""
-    if instead := instead_of(flag):
-        return instead
-    having = [f"`llumnix {each}`" for each in _SERVERS if each != name and flag in _flags_of(each)]
-    return f"it is for {' and '.join(having)}" if having else ""
+    """What is to be said of a flag that the command `name` does not have: who has it, or what it may have meant."""
+    if name in _SERVERS:
+        if instead := instead_of(flag):
+            return instead
+        if having := [f"`llumnix {each}`" for each in _SERVERS if each != name and flag in _flags_of(each)]:
+            return f"it is for {' and '.join(having)}"
+    return _meant(flag, {"--config", *_flags_of(name)})
 
 
 def _flags_of(command: str) -> set[str]:
-    return {f"--{name}" for entry in settings.all_entries(load(command).SETTINGS) for name in entry.setting.names}
+    classes = (*load(command).SETTINGS, CredentialFiles)
+    return {f"--{name}" for entry in settings.all_entries(classes) for name in entry.setting.names}
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """A question that names the nearest of what is known; empty if nothing is near."""
+    by_word = {each.lstrip("-"): each for each in known}  # dashes are alike in all
+    near = difflib.get_close_matches(word.lstrip("-"), by_word, 1, 0.75)
+    return f"did you mean {by_word[near[0]]}?" if near else ""
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -130,6 +148,7 @@ def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="store_true", help="show the version, as `llumnix version` does, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for each, text in COMMANDS.items():
         sub = commands.add_parser(

@@ -21,6 +21,7 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.report_links import EOF
 from llumlet.server import bind, new_server
+from llumlet.servicer import tell
 from llumlet.tasks import cancel
 from llumsched.cluster.view import View
 from llumsched.cms.allowance import Allowance
@@ -149,7 +150,7 @@ class _Servicer(CmsServicer):
             former.cancel()
         self._streams[life] = me
         try:
-            await context.write(_TAKEN)
+            await tell(context, _TAKEN)
             await self._follow(context, *life)
         finally:
             if self._streams.get(life) is me:
@@ -166,10 +167,10 @@ class _Servicer(CmsServicer):
                     if (report.metadata.instance_id, report.metadata.incarnation) != (instance_id, incarnation):
                         raise ReportRefused("a stream is of one life of one instance")
                     self._intake.metadata(report.metadata)
-                    await context.write(_TAKEN)
+                    await tell(context, _TAKEN)
                 case "leaving":
                     self._intake.left(instance_id, incarnation)
-                    await context.write(_TAKEN)
+                    await tell(context, _TAKEN)
                 case _:
                     raise ReportRefused("a report is empty")
             wait_s = allowance.spend(report)
@@ -195,7 +196,7 @@ class _Servicer(CmsServicer):
             async with Watcher(self._view) as watcher:
                 while True:
                     change: types.ViewChange = await watcher.next()
-                    await context.write(change)
+                    await tell(context, change)
         except OverflowError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:

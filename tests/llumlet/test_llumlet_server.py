@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 from grpc import aio
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from llumlet import client as client_module
+from llumlet import servicer
 from llumlet.client import LlumletClient
+from llumlet.errors import LlumletUnreachable
 from llumlet.loopback import is_loopback
 from llumlet.server import RunningServer, serve
-from tests.llumlet.fake_agent import FakeAgent
+from tests.llumlet import messages
+from tests.llumlet.fake_agent import FakeAgent, request_info
 
 pytestmark = pytest.mark.asyncio
 
@@ -147,3 +154,21 @@ async def test_a_connection_that_nobody_uses_is_closed(monkeypatch: pytest.Monke
             agent.delays["list_requests"] = 0.4
             await asyncio.gather(client.get_instance_status(), client.list_requests())
             assert connected()
+
+
+async def test_caller_that_left_while_it_is_told_something_is_no_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC may notice at the write, before it cancels the call: the handler's error would go to the log."""
+
+    async def gone(*_: object) -> None:
+        raise cygrpc.ExecuteBatchError("Failed SendMessageOperation")
+
+    real = servicer.tell
+    monkeypatch.setattr(servicer, "tell", lambda _, message: real(cast(Any, SimpleNamespace(write=gone)), message))
+    agent = FakeAgent(requests=[request_info()])
+    async with await serve(agent) as running, LlumletClient(running.address) as client:
+        with pytest.raises(LlumletUnreachable):
+            async for _ in client.migrate(messages.migrate(), deadline_s=1.0):
+                pass
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

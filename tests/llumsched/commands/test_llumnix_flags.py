@@ -110,9 +110,9 @@ def test_the_urls_that_are_named_do_what_is_said_of_them() -> None:
          ["unknown argument '--dispatch-top-k': it is for `llumnix scheduler`",
           "unknown argument '--max-queue-size': it is for `llumnix gateway`"]),
         ("scheduler", ["--bogus=1", "--more", "2"],
-         ["unknown argument '--bogus=1'", "unknown argument '--more'", "unknown argument '2'"]),
+         ["unknown argument '--bogus=1'", "unknown argument '--more'"]),
         ("explain", ["--kvs-backend", "v6d", "--max-queue-size=1"],
-         ["unknown argument '--kvs-backend'", "unknown argument 'v6d'", "unknown argument '--max-queue-size=1'"]),
+         ["unknown argument '--kvs-backend'", "unknown argument '--max-queue-size=1'"]),
     ],
 )  # fmt: skip
 def test_what_is_said_of_a_command_line(command: str, words: list[str], said: list[str]) -> None:

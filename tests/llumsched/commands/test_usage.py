@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -194,6 +195,25 @@ def test_an_unknown_command_is_an_error_of_usage() -> None:
     assert done.returncode == 2
     assert "teleport" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_version(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert main([word]) == 0
+    assert capsys.readouterr().out == f"llumnix {metadata.version('vllm-llumnix')}\n"
+
+
+def test_misspelt_words_are_told_what_they_may_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["statsu"]) == 2
+    assert capsys.readouterr().err == "llumnix: unknown command 'statsu': did you mean status?\n"
+    assert faults(capsys, "ps", "--clustr", "a") == ["unknown argument '--clustr': did you mean --cluster?"]
+    assert faults(capsys, "drain", "a:1", "--llumlet-tls-cret=x") == [
+        "unknown argument '--llumlet-tls-cret': did you mean --llumlet-tls-cert?"
+    ]
+    assert faults(capsys, "scheduler", "--scheduling-polcy", "x", "--portt", "3") == [
+        "unknown argument '--scheduling-polcy': did you mean --scheduling-policy?",
+        "unknown argument '--portt': did you mean --port?",
+    ]
 
 
 def test_doctor_hands_on(monkeypatch: pytest.MonkeyPatch) -> None:

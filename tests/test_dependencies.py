@@ -25,20 +25,22 @@ FORBIDDEN = {
 WITHIN_LLUMSCHED = {
     "causes": set(),
     "extensions": set(),
+    "http_form": set(),
     "request": set(),
     "contract": {"causes", "request"},
     "latency": set(),
+    "model_memory": set(),
     "cluster": {"extensions", "latency", "request"},
     "cms": {"cluster"},
     "policy": {"cluster", "extensions", "request"},
     "prefix": {"cluster", "request"},
-    "dispatch": {"causes", "cluster", "latency", "policy", "prefix", "request"},
-    "rescheduling": {"cluster", "cms", "extensions", "policy", "prefix"},
+    "dispatch": {"causes", "cluster", "latency", "model_memory", "policy", "prefix", "request"},
+    "rescheduling": {"cluster", "cms", "extensions", "http_form", "policy", "prefix"},
     "scaling": {"cluster", "policy"},
     "summary": {"cluster"},
-    "scheduler": {"cluster", "cms", "contract", "dispatch", "latency", "policy", "prefix", "rescheduling", "scaling",
-                  "summary", "tls"},
-    "gateway": {"causes", "contract", "descriptors", "request", "tls"},
+    "scheduler": {"cluster", "cms", "contract", "dispatch", "http_form", "latency", "policy", "prefix", "rescheduling",
+                  "scaling", "summary", "tls"},
+    "gateway": {"causes", "contract", "descriptors", "model_memory", "request", "tls"},
 }  # fmt: skip
 """What of llumsched each of these may import; who else is there starts, shows or plays them."""
 

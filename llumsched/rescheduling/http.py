@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from llumsched.cluster.view import View
+from llumsched.http_form import give_form
 from llumsched.rescheduling.rescheduler import Rescheduler
 
 MOST: Final = 1000
@@ -78,5 +79,7 @@ def standalone(view: View, rescheduler: Rescheduler, registry: CollectorRegistry
     app = web.Application()
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/healthz", health)
+    app.router.add_get("/health", health)
+    give_form(app)
     add_debug_routes(app, rescheduler)
     return app

@@ -23,7 +23,7 @@ from llumlet.hashed_keys import HashedKeys
 from llumlet.secret_files import Current
 from llumlet.tokens import read_by_role
 
-_OPEN: Final = frozenset({"/healthz", "/ready"})
+_OPEN: Final = frozenset({"/healthz", "/health", "/ready"})
 _OF_GATEWAYS: Final = frozenset(
     {"/schedule", "/release", "/report", "/complaints", "/attainment", "/keepalive", "/instances"}
 )

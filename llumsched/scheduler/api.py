@@ -9,7 +9,7 @@ POST /report           200; lite mode, from gateways
 POST /complaints       200; instances to which a gateway sends nothing now, and why
 POST /attainment       200; how many requests of a gateway met their objectives
 GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
-GET  /healthz          200: it runs; `degraded` if a part of the policy raised within a minute
+GET  /healthz, /health 200: it runs; `degraded` if a part of the policy raised within a minute
 GET  /ready            200, or 503 and why no instance would take a request now
 GET  /metrics          Prometheus
 GET  /scale            how many instances there should be (`scheduler.scaling`)
@@ -60,6 +60,7 @@ from llumsched.contract import (
 from llumsched.dispatch.complaints import Complaint
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.dispatch.explain import explain
+from llumsched.http_form import give_form
 from llumsched.policy import raised
 from llumsched.scheduler.metrics import SchedulerMetrics
 from llumsched.scheduler.recent import Attainment, RecentShares, Share
@@ -111,6 +112,7 @@ class Api:
                 web.post("/attainment", self.attained),
                 web.get("/keepalive", self.keepalive),
                 web.get("/healthz", self.healthz),
+                web.get("/health", self.healthz),
                 web.get("/ready", self.ready),
                 web.get("/metrics", self.metrics),
                 web.post("/debug/schedule", self.debug_schedule),
@@ -119,6 +121,7 @@ class Api:
                 web.get("/debug/view", self.debug_view),
             ]
         )
+        give_form(app)
         return app
 
     async def schedule(self, http: web.Request) -> web.Response:

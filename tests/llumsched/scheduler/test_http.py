@@ -391,6 +391,15 @@ async def test_pages_for_people_and_machines(client: Client) -> None:
     assert (await client.get("/nothing"))[0] == 404
 
 
+async def test_unknown_paths_and_methods_are_refused_in_json_without_the_name_of_a_server(client: Client) -> None:
+    for method, path, status in (("GET", "/nothing", 404), ("PUT", "/schedule", 405)):
+        async with client._session.request(method, client._base + path) as answer:
+            assert (answer.status, "Server" in answer.headers) == (status, False)
+            assert (await answer.json())["error"]["code"] == status
+            assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
+    assert (await client.get("/health"))[0] == (await client.get("/healthz"))[0] == 200
+
+
 async def test_it_is_ready_while_an_instance_would_take_a_request(client: Client) -> None:
     assert await client.get("/ready") == (200, "OK")
     for name in "abc":

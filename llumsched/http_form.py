@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form of errors of the HTTP services of scheduler and rescheduler. They do not name the software either."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def give_form(app: web.Application) -> None:
+    """Has errors that no handler makes (an unknown path, another method, a body that is too large) told as JSON."""
+    app.middlewares.append(_in_json)
+    app.on_response_prepare.append(_without_name)
+
+
+@web.middleware
+async def _in_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        content = {"message": f"{request.method} {request.path[:256]}: {error.reason}", "code": error.status}
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return web.json_response({"error": content}, status=error.status, headers=headers)
+
+
+async def _without_name(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.pop("Server", None)

@@ -102,7 +102,7 @@ class Attempts(ABC):
         self._is_spliced = False
         """Whether an answer in one piece is handed on as it comes."""
         self._lost: StreamLost | None = None
-        """The last loss."""
+        """The last loss of which the engine said something, or else the last one."""
         self._effects = effects.of(self._request.path, self._body.head)
         """What the request may have done at an engine that was sent it; "" if it may be sent again."""
         self._is_delivered = False
@@ -186,7 +186,7 @@ class Attempts(ABC):
                     await self._services.trials.turn(self._case)
                 placed = await self._place()
             except GatewayError as error:
-                return await self._end_as_said(self._lost, error)
+                return await self._end_as_said(error)
             self._services.running[self] = placed
             if self._case.deaths:
                 self._services.trials.begin(self._case, placed.backend)
@@ -206,7 +206,8 @@ class Attempts(ABC):
                 self._tried.excluded.add(placed.backend)
                 self._record.num_retries += 1
             except StreamLost as lost:
-                self._lost = lost
+                if lost.words or self._lost is None or not self._lost.words:
+                    self._lost = lost
                 await self._tried.lost(lost, placed.backend, time.monotonic() - began_s)
                 ended = await self._after(lost, placed.backend)
                 if ended is not None:
@@ -395,9 +396,8 @@ class Attempts(ABC):
             return self._cut()
         if reporters := self._tried.reporters:
             what = "aborted this request" if lost.end is End.ABORT else "failed with this request"
-            return await self._end_as_said(
-                lost, errors.UpstreamFailed(f"{reporters[0]} and {reporters[1]} {what}: it ends here.")
-            )
+            names = f"{reporters[0]} and {reporters[1]}"
+            return await self._end_as_said(errors.UpstreamFailed(f"{names} {what}: it ends here."))
         if self._has_begun:
             ended = await self._interrupted(lost, backend)
             if ended is not None:
@@ -408,10 +408,10 @@ class Attempts(ABC):
         kind = errors.UpstreamTimedOut if lost.timed_out else errors.UpstreamFailed
         if self._effects and lost.was_sent:
             again = f"The request was lost ({lost}) and is not sent again: {self._effects}."
-            return await self._end_as_said(lost, kind(again))
+            return await self._end_as_said(kind(again))
         pause_s = self._tried.pause_before_next(lost, has_begun=self._out is not None)
         if pause_s is None:
-            return await self._end_as_said(lost, kind(f"No instance answered; the last: {lost}."))
+            return await self._end_as_said(kind(f"No instance answered; the last: {lost}."))
         self._pause_s = pause_s
         self._retried()
         return None
@@ -424,11 +424,11 @@ class Attempts(ABC):
             self._request.transport.abort()
         return self._out
 
-    async def _end_as_said(self, lost: StreamLost | None, otherwise: GatewayError) -> web.StreamResponse:
-        """Ends with what an engine said, if it said anything. Raises GatewayError if the client has nothing yet."""
-        if lost is not None and lost.words:
+    async def _end_as_said(self, otherwise: GatewayError) -> web.StreamResponse:
+        """Ends with what an engine said, if one said anything. Raises GatewayError if the client has nothing yet."""
+        if self._lost is not None and self._lost.words:
             self._record.status = errors.UpstreamFailed.status
-            return await self._end(lost.words)
+            return await self._end(self._lost.words)
         if not self._has_begun and self._tried.answer is not None:
             return await self._reply(self._tried.answer)
         return await self._fail(otherwise)

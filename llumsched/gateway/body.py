@@ -88,6 +88,11 @@ _ANYTHING = msgspec.json.Decoder(Any)
 _ARRAY = msgspec.json.Decoder(list[Any])
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_HALF_PAIR = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..)", re.DOTALL
+)
+"""An escape that msgspec refuses in words that tell nobody what is wrong."""
+
 _T = TypeVar("_T")
 
 
@@ -95,7 +100,10 @@ def _decoded(decoder: msgspec.json.Decoder[_T], content: bytes | bytearray | msg
     try:
         return decoder.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The body cannot be read as a JSON object: {error}") from None
+        why = str(error)
+        if half := _HALF_PAIR.search(content):
+            why = f"`{half[1].decode(errors='replace')}` is half of a surrogate pair, and no character"
+        raise InvalidRequest(f"The body cannot be read as a JSON object: {why}") from None
 
 
 def _checked(head: _Read) -> Head:

@@ -174,7 +174,7 @@ class Continuing(Attempts):
             await self._plan()
         except CannotContinue as reason:
             self._count_continuation("refused")
-            return await self._end_as_said(lost, not_continued(f"The stream was lost ({lost})", reason))
+            return await self._end_as_said(not_continued(f"The stream was lost ({lost})", reason))
         return None
 
     async def _may_continue(self) -> bool:

@@ -21,7 +21,7 @@ from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import StreamLost
 from llumsched.gateway.sse import EventStream
 from llumsched.gateway.upstream import Upstream, request_head
-from tests.llumsched.gateway.support import turns
+from tests.llumsched.gateway.support import cluster, turns
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n"
 ANSWERS = {
@@ -119,6 +119,24 @@ async def test_an_answer_without_length_ends_with_its_connection() -> None:
     connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nall")
     connection.connection_lost(None)
     assert await connection.read_all() == b"all"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("value", ["Grüß".encode(), "Grüß".encode("latin-1")])
+async def test_headers_reach_the_client_in_either_coding(value: bytes) -> None:
+    """UTF-8, or ISO 8859-1 as in HTTP's early days: no byte is dropped."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nX-Name: %b\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}" % value)
+        writer.close()
+        await writer.wait_closed()
+
+    raw = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = Address("127.0.0.1", raw.sockets[0].getsockname()[1])
+    async with raw, cluster(num_engines=0, backend_endpoints=(address,)) as it:
+        reply = await it.post("/v1/embeddings", {"model": ""})
+        assert (reply.status, reply.headers["X-Name"]) == (200, "Grüß")
 
 
 @pytest.mark.asyncio

@@ -348,3 +348,17 @@ async def test_a_stream_may_be_read_slowly() -> None:
 def _without_time(content: bytes) -> list[Any]:
     events = [event.removeprefix("data: ") for event in content.decode().split("\n\n")]
     return [json.loads(event) | {"created": 0} if event.startswith("{") else event for event in events]
+
+
+@pytest.mark.parametrize("text", [r"\ud800", r"a \udc00 b", r"\ud83d\ude00\ud83d", r"\\\uD8aB\n"])
+def test_half_of_a_surrogate_pair_is_named(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"`\\u[dD]...` is half of a surrogate pair"):
+        Body.read(b'{"model": "m", "prompt": "%b"}' % text.encode())
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\\ud800", "🙂"])
+def test_whole_pairs_pass(text: str) -> None:
+    assert Body.read(b'{"model": "m", "prompt": "%b"}' % text.encode()).model == "m"
+    with pytest.raises(InvalidRequest) as error:
+        Body.read(b'{"model": "m", "prompt": "%b"' % text.encode())
+    assert "surrogate" not in str(error.value)

@@ -102,7 +102,7 @@ class Attempts(ABC):
         self._is_spliced = False
         """Whether an answer in one piece is handed on as it comes."""
         self._lost: StreamLost | None = None
-        """The last loss of which the engine said something, or else the last one."""
+        """The last loss; the last one of which the engine said something, while the client has nothing."""
         self._effects = effects.of(self._request.path, self._body.head)
         """What the request may have done at an engine that was sent it; "" if it may be sent again."""
         self._is_delivered = False
@@ -206,7 +206,7 @@ class Attempts(ABC):
                 self._tried.excluded.add(placed.backend)
                 self._record.num_retries += 1
             except StreamLost as lost:
-                if lost.words or self._lost is None or not self._lost.words:
+                if self._has_begun or self._lost is None or lost.words or not self._lost.words:
                     self._lost = lost
                 await self._tried.lost(lost, placed.backend, time.monotonic() - began_s)
                 ended = await self._after(lost, placed.backend)

@@ -43,6 +43,8 @@ class Head(msgspec.Struct):
     transfers: Any = None
     """The field by which an engine would move caches for the client; empty: none. This and what follows is written when
     a body has been read, whatever stood there."""
+    runs_tools: Any = False
+    """Whether tools are called where the model runs: all but those of types that clients run."""
     num_prompts: Any = 1
     num_sequences: Any = 1
     """Sequences that an engine computes: prompts, each as often as the client wants an answer."""
@@ -76,6 +78,7 @@ _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 """Fields that have an engine fetch, or keep, a KV or encoder cache: they name hosts, ports and blocks, perhaps another
 client's. Engines read them of the arguments for extensions, too."""
 
+_CLIENTS_TOOLS: Final = (None, "function", "custom")
 _OUTPUTS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SEVERAL: Final = re.compile(rb"\s*\[\s*[\[\"]")
 """The beginning of an array of prompts, or of conversations."""
@@ -113,6 +116,8 @@ def _checked(head: _Read) -> Head:
         raise InvalidRequest(f"`model` has more than {_MOST_MODEL_CHARACTERS} characters.")
     sampling = head.sampling_params if isinstance(head.sampling_params, dict) else {}
     head.transfers = _transfers(head, sampling.get("extra_args"))
+    tools = head.tools if isinstance(head.tools, list) else ()
+    head.runs_tools = any(isinstance(tool, dict) and tool.get("type") not in _CLIENTS_TOOLS for tool in tools)
     several = next((raw for raw in (head.prompt, head.messages) if _SEVERAL.match(raw)), None)
     head.num_prompts = max(1, 1 if several is None else len(_decoded(_ARRAY, several)))
     num_each = max(filter(None, map(_number, (head.n, head.best_of, sampling.get("n")))), default=1)

@@ -12,19 +12,9 @@ from typing import Any, Final
 
 from llumsched.gateway.body import Head
 
-_OF_CLIENTS: Final = frozenset((None, "function", "custom"))
-"""Types of tools that the client runs. All others run where the model runs."""
-
-
-def _has_servers_tools(tools: Any) -> bool:
-    return isinstance(tools, list) and any(
-        isinstance(tool, dict) and tool.get("type") not in _OF_CLIENTS for tool in tools
-    )
-
-
 _Field = tuple[Callable[[Any], bool], str]
 _EVERYWHERE: Final[Mapping[str, _Field]] = {
-    "tools": (_has_servers_tools, "it may have called a tool"),
+    "runs_tools": (bool, "it may have called a tool"),
     "mcp_servers": (bool, "it may have called a tool"),
     "transfers": (bool, "it may have taken or left blocks of a cache"),
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 from dataclasses import dataclass, field
@@ -369,6 +370,17 @@ async def test_request_that_may_have_had_effects_is_sent_once(said: Said) -> Non
             assert "is not sent again: it may have called a tool" in reply.json["error"]["message"]
         else:
             assert FAILED["error"]["message"] in reply.content.decode()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fields", [PAYS, {"store": True}, {"background": True}, {"mcp_servers": [{"url": "a"}]}])
+async def test_long_request_that_may_have_had_effects_is_sent_once(fields: dict[str, Any]) -> None:
+    """Its body is read by another process."""
+    async with cluster(num_engines=3, mock=(engines := Scripts(script=[Said(breaks=True)]))) as it:
+        body = io.BytesIO(json.dumps(BODY | fields | {"input": "x" * (3 << 20)}).encode())
+        async with asyncio.timeout(DEADLINE_S), it.client.post(it.url + RESPONSES, data=body) as answer:
+            assert "is not sent again" in (await answer.json())["error"]["message"]
+        assert len(engines.asked) == 1
 
 
 @pytest.mark.asyncio

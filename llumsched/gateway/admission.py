@@ -53,4 +53,4 @@ class Admission:
     async def keep_keys(self) -> None:
         while True:
             await asyncio.sleep(_RELOAD_S)
-            self._keys.reload()
+            await asyncio.to_thread(self._keys.reload)

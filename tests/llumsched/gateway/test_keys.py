@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import ssl
+import threading
 import timeit
 from collections.abc import Callable
 from contextlib import suppress
@@ -520,3 +521,22 @@ async def test_one_model_is_described_and_another_one_does_not_exist() -> None:
             assert (reply.status, reply.json["id"]) == (200, "org/mock")
         reply = await it.get("/v1/models/none")
         assert (reply.status, reply.json["error"]["code"]) == (404, 404)
+
+
+@pytest.mark.asyncio
+async def test_many_keys_are_read_again_beside_the_event_loop(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_RELOAD_S", 0.02)
+    read_by: list[int] = []
+    load = ApiKeys._load
+
+    def noted(self: ApiKeys) -> None:
+        read_by.append(threading.get_ident())
+        load(self)
+
+    keys = {f"n{number}": {"keys": [f"sk-of-{number:020}"]} for number in range(10_000)}
+    async with cluster(num_engines=1, api_key_file=write(keys)) as it:
+        monkeypatch.setattr(ApiKeys, "_load", noted)
+        write(keys | {"a": {"keys": [FIRST]}})
+        await until(lambda: it.gateway._keys and it.gateway._keys.whose([FIRST]))
+        assert read_by
+        assert threading.get_ident() not in read_by

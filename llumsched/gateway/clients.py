@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from aiohttp import web
@@ -118,33 +121,22 @@ class ClientServer(web.Server):
         """The protocol of a connection that was just accepted."""
         return self() if self._tls is None else _BeforeTls(self._begin_tls)
 
-    def _begin_tls(self, before: _BeforeTls, transport: asyncio.Transport) -> None:
-        task = asyncio.create_task(self._shake_hands(before, transport))
+    def _begin_tls(self, accepted: socket.socket, peer: str) -> None:
+        task = asyncio.create_task(self._shake_hands(accepted, peer))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
+        task.add_done_callback(lambda _: accepted.close() if task.cancelled() else None)
 
-    async def _shake_hands(self, before: _BeforeTls, transport: asyncio.Transport) -> None:
+    async def _shake_hands(self, accepted: socket.socket, peer: str) -> None:
         """Has a `ClientConnection` speak TLS. Not `create_server`'s own way: there nobody hears of what fails."""
-        peer = peer_of(transport)
-        assert self._tls is not None
-        limit_s = self._config.header_timeout_s
         try:
-            encrypted = await self._loop.start_tls(
-                transport, before, self._tls, server_side=True, ssl_handshake_timeout=limit_s
+            await self._loop.connect_accepted_socket(
+                self, accepted, ssl=self._tls, ssl_handshake_timeout=self._config.header_timeout_s
             )
         except ssl.SSLError as error:
             self._refusals.no_tls(peer, error.reason or "failed")
         except OSError:
             pass  # the client left, or took too long
-        else:
-            if encrypted is not None and not before.is_lost:
-                connection = self()
-                encrypted.set_protocol(connection)
-                connection.connection_made(encrypted)
-                if before.received:
-                    connection.data_received(before.received)
-            return
-        transport.abort()
 
     async def end_handshakes(self) -> None:
         await cancel(*self._handshakes)
@@ -169,24 +161,20 @@ class ClientServer(web.Server):
 
 
 class _BeforeTls(asyncio.Protocol):
-    """Stands for a connection until TLS is there: reads nothing before, so that all of it is for TLS, and keeps the
-    bytes of a request that came together with the end of the handshake."""
+    """Takes the socket of an accepted connection from its transport, before that reads: all that comes is for TLS.
 
-    def __init__(self, begin: Callable[[_BeforeTls, asyncio.Transport], None]) -> None:
+    `start_tls` leaves moments, before the handshake and after it, in which what comes gets to nobody."""
+
+    def __init__(self, begin: Callable[[socket.socket, str], None]) -> None:
         self._begin = begin
-        self.received = b""
-        self.is_lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        accepted = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        accepted.pause_reading()
-        self._begin(self, accepted)
-
-    def data_received(self, data: bytes) -> None:
-        self.received += data
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_lost = True
+        peer = peer_of(transport)
+        with suppress(OSError):  # no descriptor is left
+            accepted = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            accepted.setblocking(False)
+            self._begin(accepted, peer)
+        cast(asyncio.Transport, transport).abort()  # uvloop's is not a subclass
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> str:

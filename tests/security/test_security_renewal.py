@@ -129,11 +129,11 @@ async def test_a_broken_certificate_leaves_the_old_one_and_is_counted(
     cert, key = authority.issue("server")
     good = cert.read_bytes()
     trust = ssl.create_default_context(cafile=str(authority.path))
-    async with gateway(cert, key) as port, aiohttp.ClientSession() as session:
+    async with cluster(num_engines=1, ssl_certfile=str(cert), ssl_keyfile=str(key)) as it:
+        port = it.gateway.port
 
         async def refused_files() -> str:
-            async with session.get(f"https://127.0.0.1:{port}/metrics", ssl=trust) as answer:
-                lines = (await answer.text()).splitlines()
+            lines = (await it.get("/metrics")).content.decode().splitlines()
             return next(line.partition(" ")[2] for line in lines if line.startswith("gateway_refused_files"))
 
         first, none = await shown(port, trust), float(await refused_files())

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 from aiohttp import web
 
 from llumlet.hashed_keys import HashedKeys
@@ -484,6 +485,27 @@ async def test_request_that_comes_with_the_end_of_the_handshake_is_read(write: W
                 incoming.write(data := await reader.read(1 << 16))
                 assert data
         writer.close()
+
+
+def test_no_handshake_is_lost_on_the_loop_of_the_command(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = map(str, authority.issue("gateway"))
+    trust = ssl.create_default_context(cafile=str(authority.path))
+
+    async def ask(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert (await reader.read(16)).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await writer.wait_closed()
+
+    async def many() -> None:
+        async with cluster(ssl_certfile=certificate, ssl_keyfile=key) as it, asyncio.timeout(60):
+            await asyncio.gather(*(ask(it.gateway.port) for _ in range(30)))
+            for _ in range(10):
+                await ask(it.gateway.port)
+
+    uvloop.run(many())
 
 
 def test_whose_request_it_was_is_in_the_access_log() -> None:

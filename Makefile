@@ -39,7 +39,7 @@ NEXT_TESTS := tests/engine tests/frontend tests/shells tests/exactness tests/int
 demo: install ## two engines, one request moved between them mid-stream, a report; MODEL=gemma3 for another family
 	@$(PY) -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
+test: install $(STAMPS)/libraries ## the tests, but for those of test-full; ARGS="-x tests/kv" for a part
 ifeq ($(strip $(ARGS)),)
 	@status=0; worst() { status=$$(($$? > status ? $$? : status)); }; \
 	$(PY) -m pytest $(LIGHT_WORKERS) $(LIGHT) || worst; \

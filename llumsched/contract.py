@@ -63,6 +63,8 @@ class LLMInstance(Struct):
     version: int = 0
     aux_ip: Name = ""
     aux_port: int = 0
+    """Address for KV transfers, the llumlet's. For gateways of Llumnix, which hand it from a prefill to a decode; ours
+    does not read it."""
     dp_rank: int = 0
     dp_size: int = 0
     dp_rank_local: int | UnsetType = UNSET

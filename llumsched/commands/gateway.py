@@ -13,7 +13,7 @@ __all__ = ["DESCRIPTION", "SETTINGS", "prepare", "run"]
 
 DESCRIPTION = """Serve the OpenAI API in front of all engines.
 
-  llumnix gateway --scheduler-endpoints 127.0.0.1:8088
+  llumnix gateway --scheduler-endpoints 127.0.0.1:8002
   llumnix gateway --scheduling-policy round-robin --llm-backend-endpoints 10.0.0.1:8000,10.0.0.2:8000
 
 Every field of a request reaches the engine as it came. A request whose engine fails before its first token goes to

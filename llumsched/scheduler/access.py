@@ -24,7 +24,7 @@ from llumlet.secret_files import Current
 from llumlet.tokens import read_by_role
 
 _OPEN: Final = frozenset({"/healthz", "/health", "/ready"})
-_OF_GATEWAYS: Final = frozenset(
+OF_GATEWAYS: Final = frozenset(
     {"/schedule", "/release", "/report", "/complaints", "/attainment", "/keepalive", "/instances"}
 )
 _CHALLENGE: Final = {"WWW-Authenticate": 'Basic realm="llumnix scheduler: any name, and a token"'}
@@ -42,8 +42,8 @@ class Role(StrEnum):
 
     def may(self, method: str, path: str) -> bool:
         if self is Role.GATEWAY:
-            return path in _OF_GATEWAYS
-        reads = path.startswith("/debug/") or (method in ("GET", "HEAD") and path not in _OF_GATEWAYS)
+            return path in OF_GATEWAYS
+        reads = path.startswith("/debug/") or (method in ("GET", "HEAD") and path not in OF_GATEWAYS)
         return reads or self is Role.OPERATOR
 
 

@@ -8,7 +8,8 @@ POST /release          one or an array: 200, as often as one likes; 400 the JSON
 POST /report           200; lite mode, from gateways
 POST /complaints       200; instances to which a gateway sends nothing now, and why
 POST /attainment       200; how many requests of a gateway met their objectives
-GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
+GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives. Of use to Llumnix's own gateways: ours
+                       report what runs instead (`--requests-report-duration`)
 GET  /healthz, /health 200: it runs; `degraded` if a part of the policy raised within a minute
 GET  /ready            200, or 503 and why no instance would take a request now
 GET  /metrics          Prometheus

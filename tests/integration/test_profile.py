@@ -38,8 +38,11 @@ async def test_an_engine_is_measured(engines: Engines, tmp_path: Path) -> None:
     code, text = await llumnix("profile", "--endpoint", engines.a.base_url, "--output", str(ours), *SHORT)
     assert code == 0, text
     seen = read_profile(str(ours))
-    # What a client sees of a step is more than the step; and how fast this machine is may change between the two.
-    assert step_s(found) / 5 < step_s(seen) < 5 * step_s(found) + 0.02
+    # What a client sees of a step is more than the step. How fast this machine is may change: it is measured again.
+    code, text = await llumnix("profile", "--llumlet", str(engines.a.llumlet), "--output", str(ours), *SHORT)
+    assert code == 0, text
+    steps_s = sorted([step_s(found), step_s(read_profile(str(ours)))])
+    assert steps_s[0] / 2 < step_s(seen) < 2 * steps_s[1] + 0.02, steps_s
 
     code, text = await llumnix("profile", "--endpoint", engines.a.base_url, "--model", "another", "--output", str(ours))
     assert code == 5, text

@@ -43,7 +43,8 @@ scheduling, its choice on a GPU, here with Triton's interpreter in the GPU's pla
 float32 with log probabilities compared to the last digit. What a GPU's own kernels do is measured by neither
 (`benchmarks/gpu_check`).
 
-- **measured**: on such engines, by those tests, each kind in `make test` and their product in `make test-full`.
+- **measured**: on such engines, by those tests. With the V1 runner each kind is in `make test`, with the V2 runner half
+  of them; `make test-full` has all of both, and their product.
 - **by reading**: follows from vLLM's code; no test shows it.
 - **not this runner**: the row is about another one.
 

@@ -22,8 +22,10 @@ import pytest
 
 from llumlet.types import Address
 from llumsched.cli import prepare
+from llumsched.commands import gateway
 from llumsched.gateway import workers
 from llumsched.gateway.config import AccessLog, Config
+from llumsched.scheduler import process
 from llumsched.up.ports import free_port
 from tests.llumsched.conftest import Llumnix, finish, start
 from tests.llumsched.gateway.support import engine, until
@@ -72,6 +74,10 @@ async def test_contradictions_are_listed_with_what_cannot_be_read(llumnix: Llumn
         done = await llumnix("gateway", "--scheduling-policy", "round-robin", flag, "No Name")
         assert flag in done.err
         assert "needs" not in done.err, "that is for the flag to say that could not be read"
+
+
+def test_the_help_names_the_schedulers_port() -> None:
+    assert f"--scheduler-endpoints 127.0.0.1:{process.PORT}\n" in gateway.DESCRIPTION
 
 
 def test_settings_of_a_file_and_of_variables(tmp_path: Path) -> None:

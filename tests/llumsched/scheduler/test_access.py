@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from llumsched.contract import SchedulingRequest
 from llumsched.gateway.config import Config
 from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
 from llumsched.policy.document import Mode, load_policy
-from llumsched.scheduler.access import ServiceTokens, read_tokens
+from llumsched.scheduler.access import OF_GATEWAYS, ServiceTokens, read_tokens
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduler_access import IN_CLEAR, Access
 from llumsched.top.source import Source
@@ -92,6 +93,12 @@ async def test_without_a_token_it_says_only_that_it_lives(scheduler: RunningSche
         assert await _status(scheduler, method, path, shown) == 401
     for path in ("/healthz", "/ready"):
         assert await _status(scheduler, "GET", path, shown) == 200
+
+
+def test_the_documentation_says_what_gateways_may_ask() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
+    (row,) = re.findall(r"^\| `gateway` \|(.*)\|$", text, re.MULTILINE)
+    assert set(re.findall(r"`(/\w+)`", row)) == OF_GATEWAYS
 
 
 READS = (("GET", "/debug/view"), ("GET", "/debug/schedule"), ("POST", "/debug/schedule"),

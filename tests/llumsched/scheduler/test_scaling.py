@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 import pytest_asyncio
+import yaml
 
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scaling.config import Bounds, Config
+from llumsched.scheduler import process
 from llumsched.scheduler.process import SchedulerConfig, serve
 from tests.llumsched import cases
 from tests.llumsched.scheduler.test_http import Client
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 async def started(stack: AsyncExitStack, scaling: Config) -> Client:
@@ -76,6 +83,25 @@ async def test_one_group_alone_for_scalers_that_read_a_number(client: Client) ->
     assert (status, answer) == (400, {"error": "model 'n': several infer types: say infer_type"})
     assert (await groups(client, "?model=other"))[0] == 404
     assert await groups(client, "?modle=m") == (400, {"error": "unknown: modle"})
+
+
+async def test_the_manifest_for_keda_asks_for_what_is_answered(client: Client) -> None:
+    """That of docs/operations.md, with a model's name put in."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (manifest,) = (yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "keda.sh" in one)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    (trigger,) = manifest["spec"]["triggers"]
+    assert (trigger["type"], trigger["metricType"]) == ("metrics-api", "AverageValue")
+    url, told = urlsplit(trigger["metadata"]["url"]), trigger["metadata"]
+    assert (url.port, url.path) == (process.PORT, "/scale")
+    while (await groups(client, "?model=m"))[0] != 200:
+        pass
+    status, answer = await groups(client, f"?{url.query.replace('NAME', 'm')}")
+    assert (status, answer[told["valueLocation"]], told["targetValue"]) == (200, 3, "1")
+    (query,) = re.findall(r"query `max\((\w+)\{(.*)\}\)`", text)
+    _, metrics = await client.get("/metrics")
+    labels = dict(re.findall(r'(\w+)="(\w+)"', query[1].replace("NAME", "m")))
+    assert f'{query[0]}{{infer_type="{labels["infer_type"]}",model="{labels["model"]}"}} 3.0\n' in metrics
 
 
 async def test_prometheus_has_the_same(client: Client) -> None:

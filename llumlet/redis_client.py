@@ -60,12 +60,36 @@ def checked_name(url: str) -> str:
         except ValueError as error:
             faults.append(f"{option} {error}")
     try:
-        connect(url).connection_pool.make_connection()
+        connection = connect(url).connection_pool.make_connection()
     except (TypeError, ValueError, RedisError) as error:
         faults.append(f"{where.name} has an option that redis-py refuses: {error}")
+    else:
+        faults += _tls_faults(where, getattr(connection, "ssl_context", None))
     if faults:
         raise ValueError("; ".join(faults))
     return where.name
+
+
+def _tls_faults(where: RedisUrl, context: Any) -> list[str]:
+    """Faults of options that are read with the first connection otherwise, and at each one again. `context`:
+    redis-py's; None without TLS."""
+    if context is None:
+        return []
+    given = {name: value for name, value in parse_url(where.server).items() if name.startswith("ssl_")}
+    faults = []
+    for name in _FILES & given.keys():
+        try:
+            with open(str(given[name]), "rb"):
+                pass
+        except OSError as error:
+            faults.append(f"{name} {given[name]}: {error.strerror}")
+    if faults:
+        return sorted(faults)
+    try:
+        context.get()
+    except (OSError, ValueError, TypeError, RedisError) as error:
+        return [f"{where.name} has TLS options that do not work ({', '.join(sorted(given))}): {error}"]
+    return []
 
 
 async def follow_master(client: Any) -> bool:
@@ -131,4 +155,5 @@ def _login(login: Login) -> dict[str, Any]:
     return {name: value for name in ("username", "password") if (value := getattr(login, name))}
 
 
+_FILES: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
 _OF_ONE_SERVER: Final = frozenset({"host", "port", "connection_class"})

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from llumlet.directory import LOOK_S
 from llumlet.peers import MAX_PEERS, peer_of, takes_requests, usage
 from llumlet.redis_client import checked_name, connect, follow_master, reason_of
-from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, peers_key
+from llumlet.redis_layout import Layout
 from llumlet.report_links import LinkLost
 from llumlet.types import InstanceMetadata, InstanceState, InstanceStatus, PeersResponse
 
@@ -28,7 +28,7 @@ class RedisDirectory:
 
     def __init__(self, url: str) -> None:
         checked_name(url)
-        self._url = url
+        self._url, self._layout = url, Layout.of(url)
         self._client: Any = None
 
     async def peers(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
@@ -49,11 +49,11 @@ class RedisDirectory:
             await client.aclose()
 
     async def _read(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
-        own = await self._client.mget([METADATA_PREFIX + one for one in own_ids]) if own_ids else []
+        own = await self._client.mget([self._layout.metadata + one for one in own_ids]) if own_ids else []
         digest = next((InstanceMetadata.FromString(one).compatibility_digest for one in own if one), digest)
         ids: list[str] = []
         if digest:
-            drawn = await self._client.zrandmember(peers_key(digest), MAX_PEERS + len(own_ids))
+            drawn = await self._client.zrandmember(self._layout.peers(digest), MAX_PEERS + len(own_ids))
             ids = [one.decode() for one in drawn or () if one.decode() not in own_ids]
         if not ids:
             ids = [one async for one in self._all_ids()]
@@ -61,8 +61,9 @@ class RedisDirectory:
 
     async def _all_ids(self) -> AsyncIterator[str]:
         number = 0
-        async for key in self._client.scan_iter(match=METADATA_PREFIX + "*", count=500):
-            yield key.removeprefix(METADATA_PREFIX.encode()).decode()
+        prefix = self._layout.metadata
+        async for key in self._client.scan_iter(match=prefix + "*", count=500):
+            yield key.removeprefix(prefix.encode()).decode()
             number += 1
             if number == MAX_INSTANCES:
                 return
@@ -70,7 +71,8 @@ class RedisDirectory:
     async def _states(self, ids: list[str]) -> list[InstanceState]:
         if not ids:
             return []
-        values = await self._client.mget([prefix + one for one in ids for prefix in (METADATA_PREFIX, STATUS_PREFIX)])
+        prefixes = self._layout.metadata, self._layout.status
+        values = await self._client.mget([prefix + one for one in ids for prefix in prefixes])
         return [
             InstanceState(metadata=InstanceMetadata.FromString(metadata), status=InstanceStatus.FromString(status))
             for metadata, status in zip(values[::2], values[1::2], strict=True)

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redis as a cluster metadata store: what an instance writes, and the layout that readers find.
-
-    llumnix:instance_metadata:<id>    InstanceMetadata, serialised
-    llumnix:instance_status:<id>      InstanceStatus, serialised
-    llumnix:peers:<digest>            sorted set: ids of instances of one compatibility digest, by when they were there
-    llumnix:changes                   channel: the id, published after each write
+"""Redis as a cluster metadata store: what an instance writes, in the layout of `redis_layout`.
 
 Keys live for `TTL_S`; an instance that ends removes its own. A reader that hears an id reads its keys; one that wants
 to know of a few others draws them from the set. The keys lie in several slots, so the server is no Redis Cluster.
@@ -19,14 +14,13 @@ from typing import Any, Final
 from redis.exceptions import RedisError
 
 from llumlet.redis_client import checked_name, connect, follow_master, reason_of
+from llumlet.redis_layout import Layout
 from llumlet.report_links import Abortable, LinkLost
 from llumlet.types import InstanceMetadata, InstanceStatus
 
-METADATA_PREFIX: Final = "llumnix:instance_metadata:"
-STATUS_PREFIX: Final = "llumnix:instance_status:"
-CHANNEL: Final = "llumnix:changes"
-PEERS_PREFIX: Final = "llumnix:peers:"
-
+LEAST_INTERVAL_S: Final = 0.04
+MOST_WRITES_PER_S: Final = 4000.0
+"""Statuses of all instances together: a fifth of a core of each reader."""
 TTL_S: Final = 10
 METADATA_EVERY_S: Final = 3.0
 """How often the metadata is written anew, so that it lasts as long as the status."""
@@ -40,17 +34,22 @@ redis.call('PUBLISH', ARGV[3], ARGV[4])
 _DESCRIBE = """
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 local now = tonumber(redis.call('TIME')[1])
-redis.call('ZADD', KEYS[2], now, ARGV[4])
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - tonumber(ARGV[2]))
-redis.call('EXPIRE', KEYS[2], ARGV[2])
+for _, set in ipairs({KEYS[2], KEYS[3]}) do
+  redis.call('ZADD', set, now, ARGV[4])
+  redis.call('ZREMRANGEBYSCORE', set, '-inf', now - tonumber(ARGV[2]))
+  redis.call('EXPIRE', set, ARGV[2])
+end
 redis.call('PUBLISH', ARGV[3], ARGV[4])
+return redis.call('ZCARD', KEYS[3])
 """
-"""Writes metadata, and the id among peers. The clock is the server's, so that nobody's takes others out of the set."""
+"""Writes metadata, and the id among peers and among all; returns how many there are. The clock is the server's: no
+writer's clock takes others out."""
 
 _REMOVE_OWN = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1], KEYS[2])
   redis.call('ZREM', KEYS[3], ARGV[3])
+  redis.call('ZREM', KEYS[4], ARGV[3])
   redis.call('PUBLISH', ARGV[2], ARGV[3])
 end
 """
@@ -58,15 +57,15 @@ end
 
 
 class RedisLink(Abortable):
-    """A `Link` to a Redis, which is shared: each write costs each reader one, so that `min_interval_s` is that of the
-    layout's first writers. Raises ValueError for a URL that is none."""
-
-    min_interval_s = 0.04
+    """A `Link` to a Redis, which is shared: each write costs each reader some 50 µs. `min_interval_s` is that of the
+    layout's first writers, and grows with the cluster, so that all instances together write `MOST_WRITES_PER_S` times a
+    second. Raises ValueError for a URL that is none."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
         self.name = checked_name(url)
-        self._url = url
+        self.min_interval_s = LEAST_INTERVAL_S
+        self._url, self._layout = url, Layout.of(url)
         self._client: Any = None
         self._id = ""
         self._digest = ""
@@ -81,36 +80,35 @@ class RedisLink(Abortable):
         if time.monotonic() - self._written_s > METADATA_EVERY_S:
             await self._run(follow_master(self._client))
             await self.describe(metadata())
-        keys = [STATUS_PREFIX + self._id]
-        await self._run_script(_WRITE, keys, [status.SerializeToString(), TTL_S, CHANNEL, self._id])
+        keys = [self._layout.status + self._id]
+        await self._run_script(_WRITE, keys, [status.SerializeToString(), TTL_S, self._layout.channel, self._id])
 
     async def describe(self, metadata: InstanceMetadata) -> None:
         self._id, self._digest = metadata.instance_id, metadata.compatibility_digest
         self._written = metadata.SerializeToString()
-        keys = [METADATA_PREFIX + self._id, peers_key(self._digest)]
-        await self._run_script(_DESCRIBE, keys, [self._written, TTL_S, CHANNEL, self._id])
+        layout = self._layout
+        keys = [layout.metadata + self._id, layout.peers(self._digest), layout.instances]
+        num_instances = await self._run_script(_DESCRIBE, keys, [self._written, TTL_S, layout.channel, self._id])
+        self.min_interval_s = max(LEAST_INTERVAL_S, int(num_instances) / MOST_WRITES_PER_S)
         self._written_s = time.monotonic()
 
     async def leave(self) -> None:
-        keys = [METADATA_PREFIX + self._id, STATUS_PREFIX + self._id, peers_key(self._digest)]
-        await self._run_script(_REMOVE_OWN, keys, [self._written, CHANNEL, self._id])
+        layout = self._layout
+        keys = [layout.metadata + self._id, layout.status + self._id, layout.peers(self._digest), layout.instances]
+        await self._run_script(_REMOVE_OWN, keys, [self._written, layout.channel, self._id])
 
     async def close(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
-    async def _run_script(self, script: str, keys: list[str], arguments: list[Any]) -> None:
+    async def _run_script(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
         """A server is sent a script once; then its hash is enough."""
-        await self._run(self._client.register_script(script)(keys, arguments))
+        return await self._run(self._client.register_script(script)(keys, arguments))
 
-    async def _run(self, exchange: Awaitable[Any]) -> None:
+    async def _run(self, exchange: Awaitable[Any]) -> Any:
         try:
             with self._exchange():
-                await exchange
+                return await exchange
         except (RedisError, OSError) as error:
             raise LinkLost(reason_of(error)) from error
-
-
-def peers_key(digest: str) -> str:
-    return PEERS_PREFIX + digest

@@ -8,7 +8,7 @@ With `rediss` in place of `redis` everything goes over TLS, the Sentinels as wel
 this is the one of Prefect, RedisVL, LangChain and the package redis-sentinel-url. USER and PASSWORD are those of the
 Redis servers, `sentinel_username` and `sentinel_password` those of the Sentinels. `password_file` and
 `sentinel_password_file` name files that hold a password, for who wants it on no command line. All other options are
-redis-py's (`ssl_ca_certs`, …).
+redis-py's (`ssl_ca_certs`, …). `cluster` names one of several clusters that share a database (`redis_layout`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ REDIS_PORT: Final = 6379
 SENTINEL_PORT: Final = 26379
 _PARTS: Final = re.compile(r"(rediss?)(\+sentinel)?://([^/?#]*)(/[^?#]*)?(?:\?([^#]*))?.*", re.DOTALL)
 _OF_SENTINELS: Final = frozenset({"sentinel_username", "sentinel_password", "sentinel_password_file"})
-_OURS: Final = _OF_SENTINELS | {"password_file"}
+_OURS: Final = _OF_SENTINELS | {"password_file", "cluster"}
+_CLUSTER: Final = re.compile(r"[A-Za-z0-9.-]{1,64}")
 _STORE: Final = re.compile(r"\s*rediss?\+sentinel://[^/]*/[^,]*|[^,]+")
 _UNQUOTED: Final = "is not one: no HOST:PORT (a password's '/', '?' and '#' must be %-encoded)"
 
@@ -50,6 +51,9 @@ class RedisUrl:
     tls: bool
     login: Login
     sentinel_login: Login
+    cluster: str
+    """Name of one of several clusters that share the database; empty: it has but one."""
+    database: int
     server: str
     """The URL that redis-py's own parser is given for the connections to a server: without a login, and without the
     options above; with Sentinels the host says nothing."""
@@ -89,12 +93,15 @@ class RedisUrl:
             service, _, db = (unquote(part) for part in db.partition("/"))
             if not service:
                 faults.append(f"{title} names no service: {scheme}+sentinel://HOST:PORT,HOST:PORT/SERVICE")
-            if db and not (db.isascii() and db.isdecimal()):
-                faults.append(f"{title} names a database that is no number")
         else:
             if len(hosts) > 1:
                 faults.append(f"{title} names several servers, which are for redis+sentinel://…/SERVICE")
             faults += [f"{title} has no use for {name}" for name in sorted(_OF_SENTINELS & given.keys())]
+        if db and "@" not in path and not (db.isascii() and db.isdecimal()):
+            faults.append(f"{title} names a database that is no number")
+        cluster = given.get("cluster", "")
+        if "cluster" in given and not _CLUSTER.fullmatch(cluster):
+            faults.append(f"{title} has a cluster that is not 1 to 64 letters, digits, dots and dashes")
         if faults:
             raise ValueError("; ".join(faults))
         return cls(
@@ -104,6 +111,8 @@ class RedisUrl:
             tls=scheme == "rediss",
             login=login,
             sentinel_login=sentinel_login,
+            cluster=cluster,
+            database=int(number) if (number := db or options.get("db", "")).isdecimal() else 0,
             server=f"{scheme}://{hosts[0]}/{db}?{urlencode(options)}",
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis that instances report to, for several schedulers. Its layout is that of `llumlet.redis_link`.
+"""A Redis that instances report to, for several schedulers. Its layout is that of `llumlet.redis_layout`.
 
 First everything is read (SCAN, MGET), then what the channel names: a write is seen when it is published, not when a
 poll comes by. After a lost connection the same begins anew. `RESCAN_S` after the last, a scan finds what has expired
@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
 from llumlet.redis_client import checked_name, connect, follow_master, reason_of
-from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX
+from llumlet.redis_layout import Layout
 from llumlet.report_links import LinkLost
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
@@ -43,10 +43,13 @@ class RedisStore(FollowedStore):
 
     def __init__(self, url: str, *, patience: Patience = PATIENCE) -> None:
         super().__init__(checked_name(url))
-        self._url = url
+        self._url, self._layout = url, Layout.of(url)
+        self._prefixes = self._layout.metadata, self._layout.status
         self._intake = Intake(self.view, patience)
         self._changed: dict[str, None] = {}
         self._news = asyncio.Event()
+        self._metadata: dict[str, bytes] = {}
+        """Metadata of the instances in the view, as it was read last: most reads find the same."""
         self._refused: dict[str, str] = {}
         """What was wrong with an instance's records, said once."""
 
@@ -61,9 +64,9 @@ class RedisStore(FollowedStore):
         """Follows what is published until the connection is lost."""
         async with client.pubsub(ignore_subscribe_messages=True) as channel:
             # A Redis Cluster refuses keys of several slots, also while nobody has written any.
-            await client.mget([METADATA_PREFIX, STATUS_PREFIX])
+            await client.mget(list(self._prefixes))
             # Before the scan: a write between the two is then read twice, rather than not at all.
-            await channel.subscribe(CHANNEL)
+            await channel.subscribe(self._layout.channel)
             listener = asyncio.create_task(self._listen(channel), name=f"listen to {self._name}")
             watcher = asyncio.create_task(_stay_with_master(client), name=f"stay with the master of {self._name}")
             for task in (listener, watcher):
@@ -114,8 +117,9 @@ class RedisStore(FollowedStore):
 
     async def _scan(self, client: Any) -> None:
         ids: dict[str, None] = {}
-        async for key in client.scan_iter(match=METADATA_PREFIX + "*", count=1000):
-            instance_id = _id(key[len(METADATA_PREFIX) :])
+        prefix = self._layout.metadata
+        async for key in client.scan_iter(match=prefix + "*", count=1000):
+            instance_id = _id(key[len(prefix) :])
             if instance_id is not None and len(ids) < MAX_INSTANCES:
                 ids[instance_id] = None
         await self._read(client, ids, published=False)
@@ -124,7 +128,7 @@ class RedisStore(FollowedStore):
         wanted = list(ids)
         for begin in range(0, len(wanted), _MGET):
             some = wanted[begin : begin + _MGET]
-            values = await client.mget([prefix + each for each in some for prefix in (METADATA_PREFIX, STATUS_PREFIX)])
+            values = await client.mget([prefix + each for each in some for prefix in self._prefixes])
             for instance_id, metadata, status in zip(some, values[::2], values[1::2], strict=True):
                 try:
                     self._take(instance_id, metadata, status, published)
@@ -140,17 +144,21 @@ class RedisStore(FollowedStore):
             if published and status_bytes is None:
                 self._intake.remove(instance_id)
             return
-        metadata = InstanceMetadata()
-        _parse(metadata, metadata_bytes)
-        if metadata.instance_id != instance_id:
-            raise ReportRefused(f"the metadata under its key is that of {metadata.instance_id[:MAX_ID_CHARACTERS]!r}")
         known = self.view.get(instance_id)
-        if known is None or known.metadata != metadata:
-            self._intake.metadata(metadata)
+        if known is None or self._metadata.get(instance_id) != metadata_bytes:
+            metadata = InstanceMetadata()
+            _parse(metadata, metadata_bytes)
+            if metadata.instance_id != instance_id:
+                named = metadata.instance_id[:MAX_ID_CHARACTERS]
+                raise ReportRefused(f"the metadata under its key is that of {named!r}")
+            if known is None or known.metadata != metadata:
+                self._intake.metadata(metadata)
+            known = self.view[instance_id]
+            self._metadata[instance_id] = metadata_bytes
         if status_bytes is not None:
             status = InstanceStatus()
             _parse(status, status_bytes)
-            self._intake.status(status, instance_id, metadata.incarnation)
+            self._intake.status(status, instance_id, known.metadata.incarnation)
 
     def _refuse(self, instance_id: str, why: str) -> None:
         if self._refused.get(instance_id) != why and len(self._refused) < MAX_INSTANCES:

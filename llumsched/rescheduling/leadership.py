@@ -28,14 +28,12 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import RedisError
 
 from llumlet.redis_client import checked_name, connect, follow_master, reason_of
+from llumlet.redis_layout import Layout
 from llumlet.tasks import end, keep_running
 
 _log = logging.getLogger(__name__)
 LEASE_S: Final = 3.0
 RENEW_S: Final = 1.0
-_KEY: Final = "llumnix:rescheduler"
-_TERM_KEY: Final = "llumnix:rescheduler_term"
-
 _MOST_DRAWN: Final = 2**16
 """Limit of what a holder draws for its term, in microseconds: far less than it takes to promote a replica."""
 
@@ -76,7 +74,7 @@ class Lease:
     """A lease, on the loop that calls `start`. `name`: this process's, for people. Raises ValueError for a bad URL."""
 
     def __init__(self, url: str, name: str = "") -> None:
-        self._url = url
+        self._url, self._layout = url, Layout.of(url)
         self._server = checked_name(url)
         self._me = f"{name or socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"
         self._term = 0
@@ -121,7 +119,7 @@ class Lease:
             self._until_s = 0.0
             with contextlib.suppress(RedisError, OSError):
                 async with asyncio.timeout(LEASE_S):
-                    await self._client.register_script(_GIVE_BACK)([_KEY], [self._me])
+                    await self._client.register_script(_GIVE_BACK)([self._layout.lease], [self._me])
         await self._client.aclose()
 
     async def _keep(self) -> None:
@@ -141,7 +139,7 @@ class Lease:
         arguments = [self._me, int(LEASE_S * 1e3), self.term, self._highest, drawn]
         async with asyncio.timeout(LEASE_S):
             await follow_master(self._client)
-            term, holder, highest = await self._take([_KEY, _TERM_KEY], arguments)
+            term, holder, highest = await self._take([self._layout.lease, self._layout.term], arguments)
         return _Answer(int(term), holder.decode() if isinstance(holder, bytes) else str(holder), int(highest))
 
     def _failed(self, why: str) -> None:

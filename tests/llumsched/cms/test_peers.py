@@ -12,7 +12,9 @@ import pytest
 
 from llumlet import redis_link
 from llumlet.peers import MAX_PEERS
-from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, RedisLink, connect, peers_key
+from llumlet.redis_client import connect
+from llumlet.redis_layout import Layout
+from llumlet.redis_link import RedisLink
 from llumlet.stores import open_directory
 from llumlet.types import (
     Health,
@@ -24,6 +26,8 @@ from llumsched.cluster.view import View
 from llumsched.cms.peers import PREPARED_S, PeerLists
 from tests.support.cms import embedded_store
 from tests.support.redis_server import RedisServer
+
+LAYOUT = Layout.of("redis://127.0.0.1")
 
 
 def metadata(name: str, digest: str = "d", port: int = 1) -> InstanceMetadata:
@@ -150,8 +154,8 @@ async def test_a_redis_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         await link.open(metadata("i-7"), lambda: None)
         await link.leave()
         await link.close()
-        assert await writer.zscore(peers_key("d"), "i-7") is None
-        await writer.delete(METADATA_PREFIX + "i-8", STATUS_PREFIX + "i-9")
+        assert await writer.zscore(LAYOUT.peers("d"), "i-7") is None
+        await writer.delete(LAYOUT.metadata + "i-8", LAYOUT.status + "i-9")
         told = {peer.instance_id for _ in range(20) for peer in (await directory.peers((), "d")).peers}
         assert not {"i-7", "i-8", "i-9"} & told
         assert len(told) > MAX_PEERS
@@ -164,8 +168,8 @@ async def test_a_redis_without_the_set_is_read_whole() -> None:
     async with RedisServer() as server:
         writer = connect(server.url)
         for name, digest in (("own", "d"), ("other", "d"), ("other model", "e")):
-            await writer.set(METADATA_PREFIX + name, metadata(name, digest).SerializeToString())
-            await writer.set(STATUS_PREFIX + name, status(name).SerializeToString())
+            await writer.set(LAYOUT.metadata + name, metadata(name, digest).SerializeToString())
+            await writer.set(LAYOUT.status + name, status(name).SerializeToString())
         directory = open_directory(server.url)
         answer = await directory.peers(("own",), "")
         assert [peer.instance_id for peer in answer.peers] == ["other"]
@@ -186,6 +190,6 @@ async def test_a_redis_is_sent_a_script_once() -> None:
         statistics = await reader.info("commandstats")
         assert "cmdstat_eval" not in statistics
         assert statistics["cmdstat_evalsha"]["calls"] >= 7
-        assert InstanceStatus.FromString(await reader.get(STATUS_PREFIX + "i")).update_id == 9
+        assert InstanceStatus.FromString(await reader.get(LAYOUT.status + "i")).update_id == 9
         await link.close()
         await reader.aclose()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from llumlet.redis_link import CHANNEL, TTL_S, connect
+from llumlet.redis_client import connect
+from llumlet.redis_layout import Layout
+from llumlet.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S, TTL_S, RedisLink
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms import redis as redis_module
 from llumsched.cms.intake import Patience
@@ -83,13 +86,13 @@ async def test_a_leaving_life_does_not_take_the_next_with_it(server: RedisServer
 
 async def test_other_writers_are_seen_when_they_publish(store: RedisStore, redis: Any) -> None:
     await redis.set("llumnix:instance_metadata:x", metadata("x"))
-    await redis.publish(CHANNEL, "x")
+    await redis.publish("llumnix:changes", "x")
     await until(lambda: "x" in store.view)
     await redis.set("llumnix:instance_status:x", status("x", num_running_requests=7))
-    await redis.publish(CHANNEL, "x")
+    await redis.publish("llumnix:changes", "x")
     await until(lambda: (seen := store.view["x"].status) is not None and seen.num_running_requests == 7)
     await redis.delete("llumnix:instance_metadata:x", "llumnix:instance_status:x")
-    await redis.publish(CHANNEL, "x")
+    await redis.publish("llumnix:changes", "x")
     await until(lambda: "x" not in store.view)
 
 
@@ -115,7 +118,7 @@ async def test_rubbish_is_refused_and_said_once(
     await redis.set("llumnix:instance_metadata:" + "x" * 1000, metadata("x"))
     await redis.set("llumnix:instance_metadata:good", metadata("good"))
     for garbage in (b"", b"\xff", b"y" * 5000, b"nobody"):
-        await redis.publish(CHANNEL, garbage)
+        await redis.publish("llumnix:changes", garbage)
     await until(lambda: "num_running_requests is -1" in caplog.text)
     assert set(store.view) == {"good", "minus"}
     assert store.view["minus"].status is None
@@ -146,3 +149,94 @@ async def test_a_wrong_password_is_a_problem_not_a_crash() -> None:
         assert not store.view.connected
         assert "wrong" not in store.problem.replace("wrong number", "")
         await store.close()
+
+
+async def wait_for(redis: Any, key: str) -> None:
+    async with asyncio.timeout(60):
+        while not await redis.exists(key):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_writers_keep_a_pace_that_readers_of_a_large_cluster_bear(server: RedisServer, redis: Any) -> None:
+    link = RedisLink(server.url)
+    described = InstanceMetadata.FromString(metadata("x"))
+    await link.open(described, lambda: None)
+    assert link.min_interval_s == LEAST_INTERVAL_S
+    (now_s, _) = await redis.time()
+    await redis.zadd("llumnix:instances", {f"i-{number}": now_s for number in range(999)})
+    await link.describe(described)
+    assert link.min_interval_s == 1000 / MOST_WRITES_PER_S
+    await link.leave()
+    assert await redis.zcard("llumnix:instances") == 999
+    await link.close()
+
+
+async def test_clusters_in_one_redis_do_not_wake_each_other(server: RedisServer, redis: Any) -> None:
+    urls = [server.url, f"{server.url}/2", f"{server.url}?cluster=blue", f"{server.url}/2?cluster=blue"]
+    layouts = [Layout.of(url) for url in urls]
+    assert [layout.channel for layout in layouts] == [
+        "llumnix:changes", "llumnix:changes:2", "llumnix:blue:changes", "llumnix:blue:changes:2"
+    ]  # fmt: skip
+    async with contextlib.AsyncExitStack() as stack:
+        stores = []
+        for url in urls:
+            store = RedisStore(url)
+            stack.push_async_callback(store.close)
+            await store.start()
+            stores.append(store)
+        clients = [await stack.enter_async_context(connect(url)) for url in urls]
+        async with asyncio.timeout(60):
+            for store in stores:
+                await store.complete.wait()
+        for number, (client, layout) in enumerate(zip(clients, layouts, strict=True)):
+            name = f"of-{number}"
+            await client.set(layout.metadata + name, metadata(name))
+            await client.publish(layout.channel, name)
+        async with asyncio.timeout(60):
+            while not all(store.view for store in stores):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert [list(store.view) for store in stores] == [["of-0"], ["of-1"], ["of-2"], ["of-3"]]
+
+
+async def test_name_of_a_cluster_that_is_none_is_a_fault() -> None:
+    for name in ("", "a_b", "a:b", "x" * 65):
+        with pytest.raises(ValueError, match="has a cluster that is not"):
+            RedisStore(f"redis://127.0.0.1:1?cluster={name}")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("ssl_ca_certs=/nope", "ssl_ca_certs /nope: No such file"),
+        ("ssl_certfile=/nope&ssl_keyfile=/none", "ssl_certfile /nope: .*; ssl_keyfile /none: "),
+        ("ssl_ciphers=bogus", "TLS options that do not work .ssl_ciphers.: "),
+        ("ssl_min_version=zz", "Invalid value for 'ssl_min_version'"),
+    ],
+)
+@pytest.mark.parametrize("url", ["rediss://127.0.0.1:1", "rediss+sentinel://127.0.0.1:1/service"])
+async def test_options_that_cannot_work_are_named_at_start(url: str, option: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RedisStore(f"{url}?{option}")
+    with pytest.raises(ValueError, match=said):
+        RedisLink(f"{url}?{option}")
+
+
+async def test_two_instances_with_one_id_are_told_apart(
+    store: RedisStore, redis: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each writes over the other one's records."""
+    lives = [
+        InstanceMetadata(
+            instance_id="x", incarnation=str(number), ip="127.0.0.1", api_server_port=8000 + number,
+            instance_type="neutral", utc_create=100.0 + number,
+        ).SerializeToString()
+        for number in range(2)
+    ]  # fmt: skip
+    for described in (lives[1], lives[0], lives[1]):
+        await redis.set("llumnix:instance_metadata:x", described)
+        await redis.publish("llumnix:changes", "x")
+        before = store.view.heard_s
+        await until(lambda before=before: store.view.heard_s > before and "x" in store.view)
+    assert store.view["x"].metadata.incarnation == "1"
+    await until(lambda: "127.0.0.1:8000 and 127.0.0.1:8001 both report as 'x'" in caplog.text)
+    assert "--llumlet-instance-id" in caplog.text

@@ -22,7 +22,6 @@ from llumsched.cluster.view import View
 from llumsched.rescheduling import planner, process
 from llumsched.rescheduling import rescheduler as rescheduling
 from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.leadership import _TERM_KEY as TERM_KEY
 from llumsched.rescheduling.leadership import LEASE_S, Lease
 from llumsched.rescheduling.planner import Plan
 from llumsched.rescheduling.rescheduler import Rescheduler
@@ -31,6 +30,7 @@ from tests.llumlet.fake_agent import until
 from tests.support.redis_server import RedisServer, SentinelGroup
 
 pytestmark = pytest.mark.asyncio
+TERM_KEY = "llumnix:rescheduler_term"
 TAKEOVER_S = 5.0
 HOUR_US = 3_600_000_000
 

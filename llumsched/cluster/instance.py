@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 
@@ -20,6 +20,8 @@ class Instance:
     late_s: float = 0.0
     """How long the newest status was on its way, as far as the clocks of both ends can tell; 0 if that is next to
     nothing, or nonsense."""
+    numbers: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    """Numbers of the status, if they were read when it was taken, in the order of the table."""
 
     @property
     def id(self) -> str:

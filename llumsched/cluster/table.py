@@ -44,6 +44,9 @@ class Table:
         self._models: Counter[str] = Counter()
         """Number of instances that serve each model."""
         self._serving: dict[str, Mask] = {}
+        self._reported: dict[int, Instance] = {}
+        """Rows with a newer status than they show, and what they show. They are written together when a column is read:
+        statuses come more often than decisions."""
         self._order: IdOrder | None = None
         self._base_models: frozenset[str] | None = None
         self.on_unserved: Callable[[str], None] = lambda model: None
@@ -54,6 +57,7 @@ class Table:
     # From the view
 
     def appeared(self, instance: Instance) -> None:
+        self._catch_up()
         row = len(self.instances)
         self.index[instance.id] = row
         self.instances.append(instance)
@@ -66,11 +70,15 @@ class Table:
     def changed(self, instance: Instance) -> None:
         row = self.index[instance.id]
         before, self.instances[row] = self.instances[row], instance
-        if before.metadata is not instance.metadata:
-            self._models_changed(row, before)
+        if before.metadata is instance.metadata:
+            self._reported.setdefault(row, before)
+            return
+        self._catch_up()
+        self._models_changed(row, before)
         self._write(row, before)
 
     def left(self, instance: Instance) -> None:
+        self._catch_up()
         row = self.index.pop(instance.id)
         self._serves_no_more(self.instances[row])
         last = self.instances.pop()
@@ -89,12 +97,15 @@ class Table:
         position = self._names.get(name)
         if position is None:
             raise UnknownColumn(name)
+        if self._reported:
+            self._catch_up()
         return self._numbers[position, : len(self.instances)]
 
     def consecutive(self, first: str, number: int) -> Matrix:
         position = self._names.get(first)
         if position is None:
             raise UnknownColumn(first)
+        self._catch_up()
         return self._numbers[position : position + number, : len(self.instances)]
 
     @property
@@ -142,6 +153,21 @@ class Table:
         return Snapshot(self._names, instances, numbers)
 
     # Rows
+
+    def _catch_up(self) -> None:
+        """Writes the numbers of all newer statuses."""
+        if not self._reported:
+            return
+        shown, self._reported = self._reported, {}
+        for owner in self._owners:
+            provider = owner.provider
+            numbers = {
+                row: found
+                for row, before in shown.items()
+                if (found := provider.row(self.instances[row], before)) is not None
+            }
+            if numbers:
+                self._numbers[owner.columns, list(numbers)] = np.array(list(numbers.values()), np.float64).T
 
     def _write(self, row: int, before: Instance | None) -> None:
         for owner in self._owners:

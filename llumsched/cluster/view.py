@@ -53,6 +53,8 @@ class View(Mapping[str, Instance]):
         self._wall_clock = wall_clock
         self._instances: dict[str, Instance] = {}
         self._observers: list[Observer] = []
+        self._of_statuses: list[Observer] = []
+        """Observers that hear of every status."""
         self._faults: set[tuple[str, type[Exception]]] = set()
         """Faults of observers that were told in the log."""
         self.lost = Lost(clock)
@@ -76,12 +78,21 @@ class View(Mapping[str, Instance]):
         """Seconds since the store was last heard; 0 while it is connected."""
         return 0.0 if self.connected else self._clock() - self.heard_s
 
-    def observe(self, observer: Observer) -> Callable[[], None]:
-        """Tell `observer` of all instances there are, and of every change until the answer is called."""
+    def observe(self, observer: Observer, *, statuses: bool = True) -> Callable[[], None]:
+        """Tell `observer` of all instances there are, and of every change until the answer is called. Without
+        `statuses`, `changed` is not called where nothing but the status is newer."""
         for instance in list(self._instances.values()):
             self._tell(observer.appeared, instance)
         self._observers.append(observer)
-        return lambda: self._observers.remove(observer)
+        if statuses:
+            self._of_statuses.append(observer)
+
+        def stop() -> None:
+            self._observers.remove(observer)
+            if statuses:
+                self._of_statuses.remove(observer)
+
+        return stop
 
     # Writing
 
@@ -97,16 +108,20 @@ class View(Mapping[str, Instance]):
         elif _without_time(known.metadata) != _without_time(metadata):
             self._keep(replace(known, metadata=metadata))
 
-    def put_status(self, status: InstanceStatus, age_s: float = 0.0) -> bool:
+    def put_status(self, status: InstanceStatus, age_s: float = 0.0, numbers: tuple[float, ...] = ()) -> bool:
         """Takes a status that left its instance `age_s` ago. False, and nothing is changed, for one of an instance or a
-        life that is not known, or that is not newer than the one that is there."""
+        life that is not known, or that is not newer than the one that is there. `numbers`: `Instance.numbers`."""
         known = self._instances.get(status.instance_id)
         if known is None or known.metadata.incarnation != status.incarnation:
             return False
         old = known.status
         if old is not None and (status.update_id, status.timestamp_ms) <= (old.update_id, old.timestamp_ms):
             return False
-        self._keep(Instance(known.metadata, status, self._clock() - age_s, self._late_s(status, age_s)))
+        received_s = self._clock() - age_s
+        instance = Instance(known.metadata, status, received_s, self._late_s(status, age_s), numbers)
+        self._instances[instance.id] = instance
+        for observer in list(self._of_statuses):
+            self._tell(observer.changed, instance)
         return True
 
     def _late_s(self, status: InstanceStatus, age_s: float) -> float:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumsched.cluster.providers.status import numbers_of
 from llumsched.cluster.view import View
 from llumsched.cms.validation import metadata_faults, status_faults
 
@@ -66,12 +67,17 @@ class Intake:
             raise ReportRefused("; ".join(faults))
         known = self._view.get(metadata.instance_id)
         if (metadata.instance_id, metadata.incarnation) in self._over:
+            if known is not None and known.metadata.incarnation != metadata.incarnation:
+                raise ReportRefused(
+                    f"this life of the instance is over: {_shared(metadata, known.metadata)}", hopeless=True
+                )
             raise ReportRefused("this life of the instance is over", hopeless=True)
         if known is None and len(self._view) >= MAX_INSTANCES:
             raise ReportRefused(f"there are {MAX_INSTANCES} instances already")
         if known is not None and known.metadata.incarnation != metadata.incarnation:
             if 0 < metadata.utc_create < known.metadata.utc_create:
-                raise ReportRefused("a later life of the instance has begun", hopeless=True)
+                why = _shared(metadata, known.metadata)
+                raise ReportRefused(f"a later life of the instance has begun: {why}", hopeless=True)
             self._bury(known.id, known.metadata.incarnation)
             logger.info("Instance %s has been started anew", known.id)
         elif known is None:
@@ -81,10 +87,11 @@ class Intake:
 
     def status(self, status: InstanceStatus, instance_id: str, incarnation: str) -> bool:
         """Takes a status; False for one that is late, or of an instance that is not there. Raises ReportRefused."""
-        faults = status_faults(status, instance_id, incarnation)
+        numbers = numbers_of(status)
+        faults = status_faults(status, instance_id, incarnation, numbers)
         if faults:
             raise ReportRefused("; ".join(faults))
-        taken = self._view.put_status(status)
+        taken = self._view.put_status(status, numbers=numbers)
         if taken:
             self.heard(instance_id)
         return taken
@@ -143,3 +150,12 @@ class Intake:
         self._over[instance_id, incarnation] = None
         if len(self._over) > _MAX_OVER:
             self._over.popitem(last=False)
+
+
+def _shared(earlier: InstanceMetadata, later: InstanceMetadata) -> str:
+    """Why an instance is refused whose id another one has, too, which was started later."""
+    first, second = (Address(one.ip, one.api_server_port) for one in (earlier, later))
+    return (
+        f"{first} and {second} both report as {later.instance_id!r}; if both "
+        "are to serve, give each an id of its own (--llumlet-instance-id)"
+    )

@@ -8,6 +8,7 @@ a fault is looked at field by field.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -15,6 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cluster.providers.status import number_faults, numbers_of
 
 MAX_ID_CHARACTERS: Final = 256
 """Limit of an id of an instance or a life: they are keys, labels of metrics, and logged."""
@@ -25,21 +27,14 @@ MAX_REPORT_BYTES: Final = 2 << 20
 
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 _INTEGERS = (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64)
-_MAY_BE_NEGATIVE = {"profiling_id", "update_id", "step_id", "kvt_port"}
 
 
-def _scalars(message: type[InstanceMetadata | InstanceStatus]) -> list[str]:
-    """The fields that hold a number which must be finite and not below 0."""
-    return [
-        field.name
-        for field in message.DESCRIPTOR.fields
-        if field.cpp_type in (*_FLOATS, *_INTEGERS) and not field.is_repeated and field.name not in _MAY_BE_NEGATIVE
-    ]
-
-
-_STATUS_NUMBERS = _scalars(InstanceStatus)
-_METADATA_NUMBERS = _scalars(InstanceMetadata)
-_numbers_of_status = attrgetter(*_STATUS_NUMBERS)
+_METADATA_NUMBERS = [
+    field.name
+    for field in InstanceMetadata.DESCRIPTOR.fields
+    if field.cpp_type in (*_FLOATS, *_INTEGERS) and not field.is_repeated and field.name != "kvt_port"
+]
+"""Fields that hold a number which must be finite and not below 0."""
 _numbers_of_metadata = attrgetter(*_METADATA_NUMBERS)
 
 
@@ -63,11 +58,17 @@ def metadata_faults(metadata: InstanceMetadata) -> list[str]:
             faults.append(f"{name} has {len(getattr(metadata, name))} characters")
     if len(metadata.served_models) > MAX_LIST or len(metadata.transports) > MAX_LIST:
         faults.append("served_models or transports is too long")
-    return faults + _number_faults(metadata, _METADATA_NUMBERS, _numbers_of_metadata(metadata))
+    return faults + [
+        f"{name} is {value}"
+        for name, value in zip(_METADATA_NUMBERS, _numbers_of_metadata(metadata), strict=True)
+        if not (math.isfinite(value) and value >= 0)
+    ]
 
 
-def status_faults(status: InstanceStatus, instance_id: str, incarnation: str) -> list[str]:
-    """Faults of a status that came as one of this instance's life."""
+def status_faults(
+    status: InstanceStatus, instance_id: str, incarnation: str, numbers: Sequence[float] | None = None
+) -> list[str]:
+    """Faults of a status that came as one of this instance's life. `numbers`: the status's, if they have been read."""
     faults = []
     if status.instance_id != instance_id:
         faults.append(f"instance_id {status.instance_id[:MAX_ID_CHARACTERS]!r} is not that of the metadata")
@@ -77,17 +78,4 @@ def status_faults(status: InstanceStatus, instance_id: str, incarnation: str) ->
         faults.append(f"more than {MAX_LIST} requests are listed")
     if len(status.coming_blocks) > MAX_LIST or len(status.coming_ends) > MAX_LIST:
         faults.append(f"more than {MAX_LIST} coming steps are told")
-    return faults + _number_faults(status, _STATUS_NUMBERS, _numbers_of_status(status))
-
-
-def _number_faults(
-    message: InstanceMetadata | InstanceStatus, names: list[str], values: tuple[float, ...]
-) -> list[str]:
-    # A sum that is finite holds neither an infinity nor a NaN, and a NaN hides nothing from it as it would from `min`.
-    if math.isfinite(sum(values)) and min(values) >= 0:
-        return []
-    return [
-        f"{name} is {value}"
-        for name, value in zip(names, values, strict=True)
-        if not (math.isfinite(value) and value >= 0)
-    ]
+    return faults + number_faults(numbers_of(status) if numbers is None else numbers)

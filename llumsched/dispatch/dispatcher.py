@@ -154,10 +154,9 @@ class Dispatcher:
             self.senders,
             *observers,
             self.table,
-            self.complaints,
-            self.warmth,
         ]
         self._stop = [view.observe(one) for one in observers]
+        self._stop += [view.observe(one, statuses=False) for one in (self.complaints, self.warmth)]
 
     def close(self) -> None:
         for stop in self._stop:

@@ -57,8 +57,9 @@ class Senders:
                 if name == newest:
                     break
                 num_new += 1
-            self._age()
-            self._num_come += num_new
+            if num_new:
+                self._age()
+                self._num_come += num_new
         self._newest[instance.id] = names[-1] if names else newest or ""
 
     def left(self, instance: Instance) -> None:

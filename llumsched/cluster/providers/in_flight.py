@@ -82,8 +82,9 @@ class InFlight:
     def counters(self) -> Mapping[str, Counters]:
         return self._counters
 
-    def row(self, instance: Instance, before: Instance | None) -> Sequence[float]:
-        return self.of(instance.id)
+    def row(self, instance: Instance, before: Instance | None) -> Sequence[float] | None:
+        """Counters of an instance that is new; later ones are told by `on_change`."""
+        return self.of(instance.id) if before is None else None
 
     def on_change(self, listener: Callable[[str], None]) -> None:
         self._listeners.append(listener)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,13 +14,33 @@ from google.protobuf.descriptor import FieldDescriptor
 from llumlet.types import InstanceStatus
 from llumsched.cluster.instance import Instance
 
-_FIELDS: Final = tuple(
-    field.name
-    for field in InstanceStatus.DESCRIPTOR.fields
-    if not field.is_repeated and field.cpp_type not in (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE)
-)
-_numbers: Final = attrgetter(*_FIELDS)
-_NONE_YET: Final = _numbers(InstanceStatus())
+_TRUTHS_AND_WORDS: Final = (FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM)
+_NO_NUMBERS: Final = (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE)
+_MAY_BE_NEGATIVE: Final = frozenset({"profiling_id", "update_id", "step_id"})
+_ALL: Final = [
+    field for field in InstanceStatus.DESCRIPTOR.fields if not field.is_repeated and field.cpp_type not in _NO_NUMBERS
+]
+_AMOUNTS: Final = [
+    field.name for field in _ALL if field.cpp_type not in _TRUTHS_AND_WORDS and field.name not in _MAY_BE_NEGATIVE
+]
+_FIELDS: Final = (*_AMOUNTS, *(field.name for field in _ALL if field.name not in _AMOUNTS))
+NUM_AMOUNTS: Final = len(_AMOUNTS)
+"""Numbers of a status that must not be below 0: the first ones."""
+numbers_of: Final = attrgetter(*_FIELDS)
+"""All numbers of a status, in the order of the columns."""
+_NONE_YET: Final = numbers_of(InstanceStatus())
+
+
+def number_faults(numbers: Sequence[float]) -> list[str]:
+    """Numbers that are not finite, and amounts that are below 0. The usual case costs three calls into C: a sum that is
+    finite holds neither an infinity nor a NaN, and a NaN hides nothing from it as it would from `min`."""
+    if math.isfinite(sum(numbers)) and min(numbers[:NUM_AMOUNTS]) >= 0:
+        return []
+    return [
+        f"{name} is {value}"
+        for position, (name, value) in enumerate(zip(_FIELDS, numbers, strict=True))
+        if not math.isfinite(value) or (value < 0 and position < NUM_AMOUNTS)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +54,9 @@ class StatusColumns:
         status = instance.status
         if status is None:
             return (0, instance.received_s, instance.as_of_s, 0, 0, *_NONE_YET)
-        return (1, instance.received_s, instance.as_of_s, 0, not status.kv_unsupported, *_numbers(status))
+        numbers = instance.numbers or numbers_of(status)
+        received_s = instance.received_s
+        return (1, received_s, received_s - instance.late_s, 0, not status.kv_unsupported, *numbers)
 
     def on_change(self, listener: Callable[[str], None]) -> None:
         """Keeps no listener: changes come with reports only."""

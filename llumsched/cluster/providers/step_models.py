@@ -247,6 +247,9 @@ class StepModels:
     def _note(self, recent: _Recent, status: InstanceStatus) -> None:
         """Adds what was between the last status and this one; what came before weighs less, by the time between."""
         then, now = recent.told, _Sums._make(_sums_of(status))
+        if now == then:
+            recent.told_ms = status.timestamp_ms
+            return
         if now.steps <= then.steps or min(map(operator.sub, now, then)) < 0:
             recent.told, recent.told_ms = now, status.timestamp_ms
             return

@@ -231,3 +231,17 @@ def test_a_snapshot_stands_still_and_knows_who_is_lost() -> None:
 def test_two_providers_of_one_column_are_refused() -> None:
     with pytest.raises(ValueError, match="columns of two providers: sent_requests"):
         Table([InFlight(), InFlight()])
+
+
+def test_newest_of_several_statuses_is_shown_when_a_column_is_read() -> None:
+    view, table = View(), standard_table(InFlight())
+    view.observe(table)
+    for number in range(1, 4):
+        for name in "abc":
+            cases.put(view, name, number, num_used_gpu_tokens=100 * number)
+    assert table["num_used_gpu_tokens"].tolist() == [300, 300, 300]
+    cases.put(view, "a", 4, num_used_gpu_tokens=1)
+    view.remove("c")
+    cases.put(view, "b", 5, num_used_gpu_tokens=2, max_model_len=7)
+    assert table["num_used_gpu_tokens"].tolist() == [1, 2]
+    assert table["max_model_len"].tolist()[1] == 7

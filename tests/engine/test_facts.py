@@ -105,7 +105,7 @@ TOKENS = {
     "attention": "CPU_ATTN",
     "parallel": "TP 2",
     "model": "#12",
-    "checkpoint": "#23",
+    "checkpoint_files": "#23",
     "parameters": "#34",
 }
 CACHE = {
@@ -180,7 +180,7 @@ def test_what_is_accepted(name: str) -> None:
     assert ours.digest == theirs.digest
     packed = facts((name,), **{name: "another", "parameters": "#35"}).why_not_tokens(ours)
     assert packed == (None if name in ("device", "parallel") else "parameters differ")
-    assert facts((name,), checkpoint="#fine-tuned").why_not_tokens(ours) == "checkpoint differ"
+    assert facts((name,), checkpoint_files="#tuned").why_not_tokens(ours) == "checkpoint files differ"
     assert (facts((name,), model="#13").why_not_tokens(ours) or "").startswith("model differ")
     for other in {*ACCEPTABLE} - {name}:
         assert other in (ours.why_not_tokens(facts((name,), **{other: "another"})) or "")

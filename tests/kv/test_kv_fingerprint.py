@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from vllm.config.load import LoadConfig
 
-from tests.support.model import PRESETS, build
+from tests.support.model import PRESETS, build, fine_tuned
 from vllm_llumnix.kv.fingerprint import checkpoint_of, common_fingerprint, fingerprint
 
 
@@ -143,14 +142,7 @@ def name_of(model: Path | str, load_format: str = "auto", **fields: Any) -> str:
 @pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj", "down_proj"])
 def test_a_fine_tune_is_told_from_its_base(base: Path, tmp_path: Path, part: str) -> None:
     """An adapter that was merged: norms and embeddings are the same to the bit, and so is the configuration."""
-    tuned = Path(shutil.copytree(base, tmp_path / "tuned"))
-    for file in tuned.glob("*.safetensors"):
-        weights = load_file(file)
-        for name, weight in weights.items():
-            if part in name:
-                weight += 0.01 * torch.randn_like(weight)
-        save_file(weights, file, metadata={"format": "pt"})
-    assert name_of(tuned) != name_of(base)
+    assert name_of(fine_tuned(base, tmp_path / "tuned", part)) != name_of(base)
 
 
 def test_the_same_checkpoint_elsewhere(base: Path, tmp_path: Path) -> None:

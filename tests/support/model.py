@@ -112,6 +112,22 @@ def build(spec: ModelSpec, out: Path | None = None) -> Path:
     return cached(spec.digest, lambda scratch: _write(spec, scratch), out)
 
 
+def fine_tuned(base: Path, out: Path, part: str) -> Path:
+    """A copy of the model in `base` of which some linear layers were trained, as of an adapter that was merged: `part`
+    is in their names. Norms, embeddings and the configuration are the same to the bit."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(base, out)
+    for file in out.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if part in name:
+                weight += 0.01 * torch.randn_like(weight)
+        save_file(weights, file, metadata={"format": "pt"})
+    return out
+
+
 def cached(digest: str, write: Callable[[Path], None], out: Path | None = None) -> Path:
     """The directory of a model that is made by `write`, which gets an empty directory; `digest` speaks for all that
     determines it."""

@@ -105,7 +105,7 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
         "parallel": " ".join([f"TP {parallel.tensor_parallel_size}", *stages]),
         "model": "#" + " ".join(sorted({mover.config for mover in movers})),
         "weights": f"#{sum(mover.common_weights for mover in movers) % 2**32:08x}",
-        "checkpoint": named(checkpoint_of(model, config.load_config)),
+        "checkpoint_files": named(checkpoint_of(model, config.load_config)),
         # Of what the runner keeps as parameters; on CPU, packed linear layers are not among them.
         PARAMETERS: named([mover.weights for mover in movers]),
         "dtype": model.dtype,

@@ -172,7 +172,8 @@ back; `test_cuts` |
 | pipeline and context parallel sizes | refused, unless all have `--llumlet-accept parallel`; then with tokens alone | \
 by reading |
 | the checkpoint: a fine-tune, or an adapter that was merged | refused, whatever is accepted: samples of its files \
-count, wherever they lie; of weights that were not read from files on the machine, the address | `test_kv_fingerprint` |
+count, wherever they lie; of weights that were not read from files on the machine, the address | `test_refusals`, \
+`test_kv_fingerprint` |
 | model, weights, data types, quantization, `--enable-lora`, speculation, the mode of log probabilities, \
 sampling masks, watermark, markers of reasoning, logits processors, \
 V1 and V2 runner | refused, with what it is | `test_refusals`, `test_facts` |

@@ -25,7 +25,7 @@ def summary(report: Path) -> None:
 
     lines = report.read_text().splitlines() if report.is_file() else []
     rows = [row for row in map(json.loads, lines) if "verdict" in row]
-    Console(width=160).print(table_of(rows))
+    Console(width=160, markup=False).print(table_of(rows))
     print(counts(rows), flush=True)
 
 

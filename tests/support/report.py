@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,3 +22,9 @@ def print_json(to: Path | None, *rows: Mapping[str, Any]) -> None:
     if to is not None:
         with to.open("a") as file:
             file.write(text)
+
+
+def commit() -> str:
+    """The commit that is measured, with a `+` if files differ from it; empty outside of a repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from llumlet.tasks import cancel
@@ -37,7 +37,7 @@ class _Request(web.BaseRequest):
 
 
 class ClientConnection(web.RequestHandler):
-    __slots__ = ("_num_head_bytes", "_refusals", "head_since_s", "is_answering")
+    __slots__ = ("_body", "_num_head_bytes", "_refusals", "head_since_s", "is_answering")
 
     def __init__(self, server: ClientServer, config: Config, refusals: Refusals) -> None:
         super().__init__(
@@ -50,6 +50,7 @@ class ClientConnection(web.RequestHandler):
         )
         self._refusals = refusals
         self._num_head_bytes = 0
+        self._body: StreamReader | None = None
 
     @property
     def peer(self) -> str:
@@ -62,7 +63,8 @@ class ClientConnection(web.RequestHandler):
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.head_since_s is None and not self.is_answering:
+        is_body = self._body is not None and not self._body.is_eof()  # of a request that was refused unread, perhaps
+        if self.head_since_s is None and not self.is_answering and not is_body:
             self.head_since_s = time.monotonic()
         super().data_received(data)
         if self.head_since_s is not None and not self._messages:
@@ -72,8 +74,9 @@ class ClientConnection(web.RequestHandler):
                 self.close()
                 self.transport.close()
 
-    def answering(self) -> None:
+    def answering(self, body: StreamReader) -> None:
         """Notes that a head is whole."""
+        self._body = body
         self.head_since_s, self.is_answering, self._num_head_bytes = None, True, 0
 
     def handle_error(
@@ -146,7 +149,7 @@ class ClientServer(web.Server):
         return cast(list[ClientConnection], self.connections)
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        protocol.answering()
+        protocol.answering(payload)
         limit = self._config.max_body_bytes
         return _Request(message, payload, protocol, writer, task, self._loop, client_max_size=limit)
 

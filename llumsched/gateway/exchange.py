@@ -90,11 +90,13 @@ class Exchanges:
                     self._hold(held, tenant, body, prompt, found)
                 headers = with_client(request)
                 received = Received(request, body, record, own_id, started_s, prompt, headers, stored, own_response)
-                response = await self._attempts(received, found).run()
-                rests = own_response and body.head.background is True and response.status == 200
-                if rests and tenant is not None and tenant.limits_flight:
-                    held.enter_context(tenant.kept(1))
-                    self._services.background.keep(held.pop_all(), record.instance, own_response)
+                try:
+                    response = await self._attempts(received, found).run()
+                finally:
+                    rests = own_response and record.instance and body.head.background is True
+                    if rests and tenant is not None and tenant.limits_flight:
+                        held.enter_context(tenant.kept(1))
+                        self._services.background.keep(held.pop_all(), record.instance, own_response)
             record.status = record.status or response.status
             return response
         except GatewayError as error:

@@ -195,3 +195,23 @@ def test_lines_of_the_log_are_limited_and_say_how_many_were_left_out(
     first, second = [record.getMessage() for record in caplog.records]
     assert "10.0.0.7" in first
     assert "4 others" in second
+
+
+@pytest.mark.asyncio
+async def test_body_of_a_refused_request_is_no_head() -> None:
+    """A client that is still sending is to read why it was refused, and may ask again on the same connection."""
+    length = 300_000
+    head = f"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    async with cluster(num_engines=1, max_head_bytes=8000) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
+        for _ in range(2):
+            writer.write(head)
+            async with asyncio.timeout(DEADLINE_S):
+                answer = await reader.readuntil(b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 404")
+                await reader.readexactly(int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+                for _ in range(10):
+                    writer.write(b"x" * (length // 10))
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+        writer.close()

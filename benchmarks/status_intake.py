@@ -171,7 +171,7 @@ def main() -> None:
     for name, taken_us, interval_s, cores in rows:
         rate = found.instances / interval_s
         table.add_row(name, f"{found.message_us:.1f}", f"{taken_us:.1f}", f"{rate:.0f}", f"{cores:.2f}")
-    Console().print(table)
+    Console(markup=False).print(table)
     print_json(options.json, dataclasses.asdict(found))
 
 

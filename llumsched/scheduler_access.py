@@ -14,7 +14,7 @@ from llumlet import kinds
 from llumlet.secret_files import Bearer, read_word
 from llumlet.settings import Group
 from llumlet.types import Address
-from llumsched.gateway.endpoints import Endpoint
+from llumsched.endpoints import Endpoint
 from llumsched.tls import checked_ca_file, client_context
 
 

@@ -24,6 +24,7 @@ FORBIDDEN = {
 
 WITHIN_LLUMSCHED = {
     "causes": set(),
+    "endpoints": set(),
     "extensions": set(),
     "http_form": set(),
     "request": set(),
@@ -38,9 +39,9 @@ WITHIN_LLUMSCHED = {
     "rescheduling": {"cluster", "cms", "extensions", "http_form", "policy", "prefix"},
     "scaling": {"cluster", "policy"},
     "summary": {"cluster"},
-    "scheduler": {"cluster", "cms", "contract", "dispatch", "http_form", "latency", "policy", "prefix", "rescheduling",
-                  "scaling", "summary", "tls"},
-    "gateway": {"causes", "contract", "descriptors", "model_memory", "request", "tls"},
+    "scheduler": {"cluster", "cms", "contract", "dispatch", "endpoints", "http_form", "latency", "policy", "prefix",
+                  "rescheduling", "scaling", "summary", "tls"},
+    "gateway": {"causes", "contract", "descriptors", "endpoints", "model_memory", "request", "tls"},
 }  # fmt: skip
 """What of llumsched each of these may import; who else is there starts, shows or plays them."""
 

@@ -25,8 +25,8 @@ from llumlet.types import Address
 from llumsched import descriptors
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cms.store import LISTEN, name_of, store_faults
+from llumsched.endpoints import Endpoint
 from llumsched.exit_codes import ExitCode
-from llumsched.gateway.endpoints import Endpoint
 from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy
 from llumsched.policy.metrics import BUILT_IN_CONSTANTS

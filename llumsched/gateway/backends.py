@@ -20,7 +20,7 @@ from llumlet.tasks import cancel
 from llumlet.types import Address
 from llumsched import descriptors
 from llumsched.causes import Cause
-from llumsched.gateway.endpoints import Endpoint
+from llumsched.endpoints import Endpoint
 from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
 from llumsched.model_memory import ModelMemory
 

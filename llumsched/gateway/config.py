@@ -17,7 +17,7 @@ from llumlet.setting_sources import Reading
 from llumlet.settings import Group
 from llumlet.types import Address
 from llumsched import tls
-from llumsched.gateway.endpoints import Endpoint
+from llumsched.endpoints import Endpoint
 from llumsched.gateway.key_file import read_keys
 from llumsched.gateway.objectives import Objectives, by_model
 

@@ -38,8 +38,8 @@ from llumsched.contract import (
     decode,
     encode,
 )
+from llumsched.endpoints import Endpoint
 from llumsched.gateway.config import Config
-from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import InvalidRequest, UnknownModel
 from llumsched.tls import client_context
 

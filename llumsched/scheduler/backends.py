@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ import msgspec
 from llumlet.protocol.infer_type import InferType
 from llumlet.tasks import cancel
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumsched import tls
 from llumsched.cluster.view import View
 from llumsched.contract import decode
+from llumsched.endpoints import Endpoint
 
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3
@@ -46,7 +49,7 @@ class _Models(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Backend:
-    address: Address
+    endpoint: Endpoint
     infer_type: InferType
     num_lives: int = 0
     num_failures: int = _TRIES
@@ -56,7 +59,8 @@ class _Backend:
 
     @property
     def instance_id(self) -> str:
-        return str(self.address)
+        """The address; with the path, of which there may be several at one address."""
+        return f"{self.endpoint.address}{self.endpoint.base}"
 
 
 class StaticEngines:
@@ -64,16 +68,22 @@ class StaticEngines:
 
     def __init__(
         self,
-        endpoints: Mapping[Address, InferType],
+        endpoints: Mapping[Endpoint | Address, InferType],
         *,
         api_key: str = "",
+        ca_file: str = "",
         interval_s: float = 1.0,
         timeout_s: float = 2.0,
     ) -> None:
         self.view = View()
         self.problem = ""
         self.complete = asyncio.Event()
-        self._backends = [_Backend(address, infer_type) for address, infer_type in endpoints.items()]
+        self._backends = [
+            _Backend(one if isinstance(one, Endpoint) else Endpoint(one), infer_type)
+            for one, infer_type in endpoints.items()
+        ]
+        has_tls = any(backend.endpoint.is_tls for backend in self._backends)
+        self._tls = tls.client_context(ca_file) if has_tls else None
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,7 +109,7 @@ class StaticEngines:
 
     async def _ask(self, session: aiohttp.ClientSession, backend: _Backend) -> None:
         try:
-            models = await _models(session, backend.address)
+            models = await _models(session, backend.endpoint, self._tls)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._failed(backend, f"does not answer: {str(error) or type(error).__name__}")
         except ValueError as error:
@@ -110,15 +120,15 @@ class StaticEngines:
     def _answered(self, backend: _Backend, models: list[_Model]) -> None:
         if backend.num_failures >= _TRIES:
             backend.num_lives += 1
-            _log.info("engine %s serves %s", backend.address, ", ".join(model.id for model in models))
+            _log.info("engine %s serves %s", backend.instance_id, ", ".join(model.id for model in models))
         backend.num_failures, backend.problem = 0, ""
         self.view.put_metadata(
             InstanceMetadata(
                 instance_id=backend.instance_id,
                 incarnation=str(backend.num_lives),
                 instance_type=backend.infer_type,
-                ip=backend.address.host,
-                api_server_port=backend.address.port,
+                ip=backend.endpoint.address.host,
+                api_server_port=backend.endpoint.address.port,
                 model=models[0].id,
                 served_models=[model.id for model in models],
                 max_model_len=max((model.max_model_len or 0 for model in models), default=0),
@@ -133,7 +143,7 @@ class StaticEngines:
             return
         if backend.problem != why:
             backend.problem = why
-            _log.warning("engine %s gets no requests: it %s", backend.address, why)
+            _log.warning("engine %s gets no requests: it %s", backend.instance_id, why)
         self.view.remove(backend.instance_id)
 
     def _say(self, backend: _Backend, *, schedulable: bool) -> None:
@@ -149,9 +159,9 @@ class StaticEngines:
         )
 
 
-async def _models(session: aiohttp.ClientSession, address: Address) -> list[_Model]:
+async def _models(session: aiohttp.ClientSession, endpoint: Endpoint, context: ssl.SSLContext | None) -> list[_Model]:
     """Models that an engine serves, at least one. Raises ValueError for an answer that does not say."""
-    async with session.get(f"http://{address}/v1/models") as answer:
+    async with session.get(endpoint.url("/v1/models"), ssl=context or True) as answer:
         if answer.status in (401, 403):
             raise ValueError(f"wants its --api-key for /v1/models: set {API_KEY_VARIABLE} for the scheduler too")
         if answer.status != 200:

@@ -30,6 +30,7 @@ from llumsched.cms.store import Store, open_store
 from llumsched.contract import CMS_PORT, SCHEDULER_PORT
 from llumsched.dispatch.dispatcher import Dispatcher, Ledger
 from llumsched.dispatch.warmth import QUIET_S
+from llumsched.endpoints import Endpoint
 from llumsched.latency.profile import Profile, read_llumnix, read_profile
 from llumsched.policy.document import Mode, Policy
 from llumsched.prefix.hits import PrefixHits
@@ -45,7 +46,7 @@ from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.api import Api
 from llumsched.scheduler.backends import API_KEY_VARIABLE, StaticEngines
 from llumsched.scheduler.overview import Overview
-from llumsched.tls import server_context
+from llumsched.tls import checked_ca_file, server_context
 
 _EXPIRE_S: Final = 0.5
 _STOP_S: Final = 2.0
@@ -62,18 +63,19 @@ _instances = Group("instances")
 _dispatch = Group("dispatch")
 
 
-def _endpoints(value: str) -> dict[Address, InferType]:
-    found: dict[Address, InferType] = {}
+def _endpoints(value: str) -> dict[Endpoint | Address, InferType]:
+    found: dict[Endpoint | Address, InferType] = {}
     faults = []
     for part in filter(None, map(str.strip, value.split(","))):
-        endpoint, _, kind = part.removeprefix("http://").partition("=")
+        text, _, kind = part.partition("=")
         try:
-            address, infer_type = Address.parse(endpoint), kinds.one_of(InferType).read(kind or InferType.NEUTRAL)
+            endpoint, infer_type = Endpoint.parse(text), kinds.one_of(InferType).read(kind or InferType.NEUTRAL)
         except ValueError as error:
             faults.append(str(error))
             continue
-        if found.setdefault(address, infer_type) != infer_type:
-            faults.append(f"{endpoint}: both {found[address]} and {infer_type}")
+        where = endpoint if endpoint.is_tls or endpoint.base else endpoint.address
+        if found.setdefault(where, infer_type) != infer_type:
+            faults.append(f"{text}: both {found[where]} and {infer_type}")
     if faults:
         raise Faulty(faults)
     return found
@@ -99,12 +101,18 @@ class SchedulerConfig:
     ssl_certfile: str = _process.setting("", kinds.text("FILE"), "certificate to answer HTTP with, over TLS (PEM)")
     ssl_keyfile: str = _process.setting("", kinds.file(read_secret), "its private key (PEM)")
     insecure: bool = _process.setting(False, MARK, "listen beyond this machine without tokens or TLS")
-    backend_endpoints: Mapping[Address, InferType] = _instances.setting(
+    backend_endpoints: Mapping[Endpoint | Address, InferType] = _instances.setting(
         {},
         Kind(_endpoints, "HOST:PORT[=TYPE],…"),
-        f"the engines' API servers, and what each is there for: {', '.join(InferType)}. If they have an --api-key: "
-        f"{API_KEY_VARIABLE} in the environment",
+        "the engines' API servers, also http(s)://HOST:PORT/PATH, and what each is there for: "
+        f"{', '.join(InferType)}. If they have an --api-key: {API_KEY_VARIABLE} in the environment",
         flag="--llm-backend-endpoints",
+        mode=Mode.LITE,
+    )
+    backend_ca_file: str = _instances.setting(
+        "",
+        kinds.file(checked_ca_file),
+        "authorities of engines' certificates (PEM) instead of the system's",
         mode=Mode.LITE,
     )
     backend_api_key: str = field(default="", repr=False)
@@ -219,7 +227,9 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
     async with AsyncExitStack() as stack:
         store: Store
         if config.policy.mode is Mode.LITE:
-            store = StaticEngines(config.backend_endpoints, api_key=config.backend_api_key)
+            store = StaticEngines(
+                config.backend_endpoints, api_key=config.backend_api_key, ca_file=config.backend_ca_file
+            )
         else:
             store = open_store(
                 config.cms, config.credentials, insecure=config.insecure, silent_s=config.policy.staleness_s

@@ -28,8 +28,8 @@ from llumlet.types import Address
 from llumsched import tls
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.watch import WatchStore
+from llumsched.endpoints import Endpoint
 from llumsched.gateway.config import Config
-from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.scheduler import process
 from tests.llumlet import messages

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from llumlet.types import Address
 from llumsched.causes import Cause
+from llumsched.endpoints import Endpoint
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, ConnectionState
-from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import StreamLost
 from llumsched.gateway.sse import EventStream
 from llumsched.gateway.upstream import Upstream, request_head

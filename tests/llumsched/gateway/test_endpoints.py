@@ -16,7 +16,7 @@ from aiohttp import web
 from llumlet.types import Address
 from llumsched import tls
 from llumsched.cli import prepare
-from llumsched.gateway.endpoints import Endpoint
+from llumsched.endpoints import Endpoint
 from tests.llumsched.gateway.support import cluster
 from tests.support.authority import Authority
 from tests.support.mock_api import Mock

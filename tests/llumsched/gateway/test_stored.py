@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from llumlet.types import Address
+from llumsched.endpoints import Endpoint
 from llumsched.gateway.api_keys import ApiKeys
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.config import AccessLog, Config
-from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.server import Gateway
 from llumsched.gateway.stored import StoredResponses, new_id
 from tests.llumsched.gateway.support import Cluster, Reply, until

@@ -19,6 +19,7 @@ from llumlet.tasks import end
 from llumlet.types import Address
 from llumsched.cli import prepare
 from llumsched.commands import scheduler
+from llumsched.endpoints import Endpoint
 from llumsched.latency.profile import Profile, for_llumnix
 from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.policy.filters import MetricBasedFilter
@@ -200,7 +201,7 @@ def test_the_headroom_of_urgent_requests_is_one_number_for_dispatch_and_reschedu
 
 def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    endpoints = "10.0.0.1:8000,http://b:8001,c:8002=prefill,[::1]:8003=decode,10.0.0.1:8000"
+    endpoints = "10.0.0.1:8000,http://b:8001,c:8002=prefill,[::1]:8003=decode,10.0.0.1:8000,https://d/v/llm=decode"
     found = config("--enable-full-mode-scheduling=false", "--llm-backend-endpoints", endpoints)
     assert found.backend_api_key == "secret"
     assert found.policy.mode is Mode.LITE
@@ -209,6 +210,7 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
         Address("b", 8001): "neutral",
         Address("c", 8002): "prefill",
         Address("::1", 8003): "decode",
+        Endpoint(Address("d", 443), True, "/v/llm"): "decode",
     }
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,9 +18,12 @@ from aiohttp import web
 
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
+from llumsched.endpoints import Endpoint
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.backends import StaticEngines
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from llumsched.tls import server_context
+from tests.support.authority import Authority
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -33,13 +38,15 @@ class Engine:
         self.chunk_bytes = 0
         """Of an answer that comes in pieces; 0: at once."""
         self.address = Address("127.0.0.1", 0)
+        self.base = ""
+        self.tls: ssl.SSLContext | None = None
 
     async def start(self, port: int = 0) -> None:
         app = web.Application()
-        app.router.add_get("/v1/models", self._models)
+        app.router.add_get(self.base + "/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        await web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=self.tls).start()
         self.address = Address("127.0.0.1", self._runner.addresses[0][1])
 
     async def stop(self) -> None:
@@ -259,3 +266,19 @@ async def test_why_an_engine_is_not_used_is_said_once(
     finally:
         await backends.close()
         await engine.stop()
+
+
+@pytest.mark.parametrize("base", ["", "/behind/a/proxy"])
+async def test_engines_are_asked_over_https_and_below_a_path(tmp_path: Path, base: str) -> None:
+    authority, engine = Authority(tmp_path), Engine("m")
+    engine.base, engine.tls = base, server_context(*map(str, authority.issue("engine")))
+    await engine.start()
+    endpoints = {Endpoint(engine.address, True, base): InferType.NEUTRAL}
+    for ca_file, is_known in ((str(authority.path), True), (str(Authority(tmp_path, "strangers").path), False)):
+        engines = StaticEngines(endpoints, ca_file=ca_file)
+        await engines.start()
+        assert list(engines.view) == ([f"{engine.address}{base}"] if is_known else [])
+        if is_known:
+            assert engines.view[f"{engine.address}{base}"].api_server == engine.address
+        await engines.close()
+    await engine.stop()

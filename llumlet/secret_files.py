@@ -95,9 +95,13 @@ class Current(Generic[T]):
         now_s = self._clock()
         if now_s - self._looked_s > LOOK_S:
             self._looked_s = now_s
-            if self._files.has_changed():
-                self._reload()
+            self.look()
         return self._value
+
+    def look(self) -> None:
+        """Reads the files now if they have changed."""
+        if self._files.has_changed():
+            self._reload()
 
     def _reload(self) -> None:
         try:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,12 +12,11 @@ from typing import Final
 from aiohttp import web
 
 from llumlet.hashed_keys import HashedKeys
-from llumlet.secret_files import Watched
+from llumlet.secret_files import Current
 from llumsched.gateway.errors import Forbidden, Overloaded
 from llumsched.gateway.key_file import Allowance, read_keys
 from llumsched.gateway.objectives import Objectives
 
-_log = logging.getLogger(__name__)
 _MINUTE_S: Final = 60.0
 _MOST_SECRETS: Final = 32
 
@@ -162,26 +160,19 @@ class ApiKeys:
     """The keys of a file. Raises ValueError if it cannot be used."""
 
     def __init__(self, path: str) -> None:
-        self._file = Watched(path)
         self._known: tuple[dict[str, Tenant], HashedKeys[str]] = ({}, HashedKeys({}))
         self.secrets: tuple[bytes, ...] = ()
         """Secrets made of the file as it is and as it was, the newest first, that no client knows."""
-        self._load()
+        # Asked by `reload` alone, which may take long, and never on the event loop.
+        self._file = Current(self._load, "API keys", path, clock=lambda: 0.0)
 
     def reload(self) -> None:
         """Reads the file if it has changed. One that cannot be used changes nothing, but is told in the log. Any thread
         may call it: ten thousand keys take 40 ms."""
-        if not self._file.has_changed():
-            return
-        try:
-            self._load()
-        except ValueError as error:
-            _log.error("the API keys stay as they were: %s", error)
-        else:
-            _log.info("%d names have API keys now", len(self._known[0]))
+        self._file.look()
 
-    def _load(self) -> None:
-        allowances = read_keys(self._file.paths[0])
+    def _load(self, path: str) -> None:
+        allowances = read_keys(path)
         before, _ = self._known
         tenants = {}
         for name, allowance in allowances.items():

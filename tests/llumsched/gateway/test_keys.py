@@ -21,7 +21,7 @@ from aiohttp import web
 
 from llumlet.hashed_keys import HashedKeys
 from llumsched.cli import prepare
-from llumsched.gateway import admission, background
+from llumsched.gateway import admission, api_keys, background
 from llumsched.gateway.access_log import _line
 from llumsched.gateway.api_keys import ApiKeys, Exceeded, Limit, Tenant
 from llumsched.gateway.body import Body
@@ -549,15 +549,14 @@ async def test_one_model_is_described_and_another_one_does_not_exist() -> None:
 async def test_many_keys_are_read_again_beside_the_event_loop(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_RELOAD_S", 0.02)
     read_by: list[int] = []
-    load = ApiKeys._load
 
-    def noted(self: ApiKeys) -> None:
+    def noted(path: str) -> dict[str, Allowance]:
         read_by.append(threading.get_ident())
-        load(self)
+        return read_keys(path)
 
     keys = {f"n{number}": {"keys": [f"sk-of-{number:020}"]} for number in range(10_000)}
     async with cluster(num_engines=1, api_key_file=write(keys)) as it:
-        monkeypatch.setattr(ApiKeys, "_load", noted)
+        monkeypatch.setattr(api_keys, "read_keys", noted)
         write(keys | {"a": {"keys": [FIRST]}})
         await until(lambda: it.gateway._keys and it.gateway._keys.whose([FIRST]))
         assert read_by

@@ -32,7 +32,8 @@ HEAVY_WORKERS := --numprocesses 2 --no-loadscope-reorder
 
 # A vLLM without a CPU build, and the tests that it decides about.
 NEXT := 0.33.0
-NEXT_TESTS := tests/engine tests/frontend tests/shells tests/exactness tests/integration
+NEXT_TESTS := tests/engine tests/frontend tests/shells tests/llumsched/gateway/test_rendering.py tests/exactness \
+  tests/integration
 
 .PHONY: demo test test-full test-next simulate lint docs proto install clean help
 

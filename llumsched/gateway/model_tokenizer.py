@@ -24,9 +24,9 @@ WITHOUT_TEMPLATES: Final = (
     "names (pip install transformers jinja2)"
 )
 _RENDERED_BY_CODE: Final = frozenset(
-    ("GptOssForCausalLM", "MoonshotKimiaForCausalLM", "KimiK3ForConditionalGeneration", "DeepseekV32ForCausalLM",
-     "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM", "InklingForCausalLM",
-     "InklingForConditionalGeneration")
+    ("GptOssForCausalLM", "Alpamayo2Super", "MoonshotKimiaForCausalLM", "KimiK3ForConditionalGeneration",
+     "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM",
+     "InklingForCausalLM", "InklingForConditionalGeneration")
 )  # fmt: skip
 """Architectures whose chats vLLM renders by code of its own."""
 _MISTRALS_OWN: Final = "tekken.json"

@@ -7,13 +7,15 @@ import asyncio
 import copy
 import itertools
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from llumsched.gateway import prompts
+from llumsched.gateway import model_tokenizer, prompts
 from llumsched.gateway.chats import content_format, conversation
 from llumsched.gateway.chats.form import Form
 from llumsched.gateway.model_tokenizer import ModelTokenizer
@@ -322,6 +324,10 @@ class Engine:
         return ids
 
     async def _effort(self) -> str:
+        from vllm.entrypoints.anthropic import serving
+
+        if hasattr(serving, "DisabledThinkingEffortResolver"):  # 0.33
+            return str(await serving.DisabledThinkingEffortResolver(self._renderer)._probe())
         probe: Any = object.__new__(self._anthropic)
         probe.online_renderer, probe.model_config = self._renderer, self._renderer.model_config
         return str(await probe._probe_disabled_thinking_effort())
@@ -386,7 +392,38 @@ def test_a_template_is_read_as_vllm_reads_it() -> None:
     assert len({content_format.takes_parts(template) for template in ODD_TEMPLATES}) == 2
 
 
+def test_models_that_vllm_renders_by_code_have_no_names_and_are_told(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GptOssForCausalLM"]}))
+    assert ids_here(ModelTokenizer(str(tmp_path)), Form.OPENAI, CHATS["a text"]) == []
+    assert "GptOssForCausalLM) by code of its own" in caplog.text
+
+
+def test_every_model_that_vllm_renders_by_code_is_known() -> None:
+    import vllm.config.model
+
+    text = Path(vllm.config.model.__file__).read_text()
+    choice = text.partition('if self.tokenizer_mode == "auto":')[2].partition('if self.tokenizer_mode != "auto":')[0]
+    named = set(re.findall(r'"([A-Z]\w+)"', choice))
+    assert len(named) > 5
+    assert named < model_tokenizer._RENDERED_BY_CODE
+
+
+def test_without_transformers_it_says_what_to_install(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    tokenizer = ModelTokenizer(str(model))
+    assert "pip install transformers jinja2" in caplog.text
+    assert prompts.count(tokenizer, CHATS["a text"]).num_tokens > 0
+    assert ids_here(tokenizer, Form.OPENAI, {"prompt": "hello"})
+
+
 def test_parts_have_the_fields_that_vllm_knows() -> None:
     from vllm.renderers import chat_utils
 
-    assert conversation.PART_FIELDS == chat_utils._KNOWN_CONTENT_PART_FIELDS
+    of_version = getattr(chat_utils, "chat_message", chat_utils)  # a package in 0.33
+    assert conversation.PART_FIELDS == of_version._KNOWN_CONTENT_PART_FIELDS

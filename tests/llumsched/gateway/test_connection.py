@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from multidict import CIMultiDict
 
 from llumlet.types import Address
 from llumsched.causes import Cause
@@ -19,6 +21,7 @@ from llumsched.endpoints import Endpoint
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, ConnectionState
 from llumsched.gateway.errors import StreamLost
+from llumsched.gateway.forwarded import with_client
 from llumsched.gateway.sse import EventStream
 from llumsched.gateway.upstream import Upstream, request_head
 from tests.llumsched.gateway.support import cluster, turns
@@ -178,13 +181,14 @@ def test_a_stream_in_any_pieces_is_the_same_stream(data: bytes, cuts: list[int],
         assert events.token_ids == whole.token_ids
 
 
-def test_request_heads_carry_no_line_ends_and_no_connection_headers() -> None:
-    headers = [(b"Connection", b"X-Mine, keep-alive"), (b"X-Mine", b"1"), (b"Host", b"a"), (b"X-Kept", b"2")]
-    head = request_head(Backend(Endpoint(Address("127.0.0.1", 1))), "/v1/completions", headers, "id", 3)
-    assert head == (
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:1\r\nContent-Length: 3\r\nX-Request-Id: id\r\n"
-        b"X-Kept: 2\r\n\r\n"
-    )
+def test_request_heads_carry_what_is_listed_and_no_connection_headers() -> None:
+    headers = [("Connection", "Traceparent, keep-alive"), ("Traceparent", "1"), ("Host", "a"), ("Tracestate", "2")]
+    passed = with_client(make_mocked_request("POST", "/v1/completions", headers=CIMultiDict(headers)))
+    head = request_head(Backend(Endpoint(Address("127.0.0.1", 1))), "/v1/completions", passed, "id", 3)
+    *lines, proto, end, rest = head.split(b"\r\n")
+    first = b"POST /v1/completions HTTP/1.1"
+    assert lines == [first, b"Host: 127.0.0.1:1", b"Content-Length: 3", b"X-Request-Id: id", b"Tracestate: 2"]
+    assert (proto, end, rest) == (b"X-Forwarded-Proto: http", b"", b"")
 
 
 @contextlib.asynccontextmanager

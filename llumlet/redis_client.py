@@ -8,18 +8,21 @@ replica by now. One that the Sentinels gave up and that still answers is left by
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 from redis import asyncio as redis
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.credentials import CredentialProvider
 from redis.exceptions import AskError, ClusterCrossSlotError, ClusterDownError, RedisError
 
 from llumlet.redis_url import Login, RedisUrl
-from llumlet.secret_files import read_secret
+from llumlet.secret_files import Watched, read_secret
 
+_log = logging.getLogger(__name__)
 SOCKET_TIMEOUT_S: Final = 2.0
 SENTINEL_TIMEOUT_S: Final = 1.0
 """Limit for each Sentinel in turn. They do nothing else, and one that is gone must not keep anybody for long."""
@@ -38,7 +41,7 @@ def connect(url: str) -> Any:
     where = RedisUrl.parse(url)
     options = _timeouts(SOCKET_TIMEOUT_S) | _login(where.login)
     if not where.service:
-        return redis.Redis.from_url(where.server, **options)
+        return _renewing(redis.Redis.from_url(where.server, **options))
     given = {name: value for name, value in parse_url(where.server).items() if name not in _OF_ONE_SERVER}
     tls = {"ssl": where.tls} | {name: value for name, value in given.items() if name.startswith("ssl_")}
     of_sentinels = _timeouts(SENTINEL_TIMEOUT_S) | tls
@@ -46,7 +49,38 @@ def connect(url: str) -> Any:
         # Never by word: the library's errors may show how its clients of Sentinels are configured.
         of_sentinels["credential_provider"] = _LoginProvider(where.sentinel_login)
     sentinel = Sentinel(where.hosts, sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
-    return sentinel.master_for(where.service, redis_class=_MasterClient, **(options | given | tls))
+    for client in sentinel.sentinels:
+        _renewing(client)
+    return _renewing(sentinel.master_for(where.service, redis_class=_MasterClient, **(options | given | tls)))
+
+
+def _renewing(client: Any) -> Any:
+    """The client; its connections over TLS read their files again when these have changed, where redis-py reads them
+    once."""
+    pool = client.connection_pool
+    if issubclass(pool.connection_class, SSLConnection):
+        pool.connection_class = type("RenewedConnection", (_Renewed, pool.connection_class), {})
+    return client
+
+
+class _Renewed(SSLConnection):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        tls = self.ssl_context
+        self._files = Watched(*filter(None, (tls.certfile, tls.keyfile, tls.ca_certs)))
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        former = self.ssl_context.context
+        if self._files.has_changed():
+            self.ssl_context.context = None
+        try:
+            return super()._connection_arguments()
+        except OSError as error:
+            if former is None:
+                raise
+            _log.error("the certificates for Redis stay as they were: %s", error)
+            self.ssl_context.context = former
+            return super()._connection_arguments()
 
 
 def checked_name(url: str) -> str:

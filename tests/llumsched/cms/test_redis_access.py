@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from redis.exceptions import MovedError
+from redis.exceptions import MovedError, RedisError
 
-from llumlet.redis_client import NO_CLUSTER, reason_of
+from llumlet.redis_client import NO_CLUSTER, connect, reason_of
 from llumlet.redis_link import RedisLink
 from llumlet.report_links import LinkLost
 from llumlet.stores import open_directory
@@ -123,6 +123,26 @@ async def test_over_tls(tmp_path: Path) -> None:
     async with RedisServer("secret", tls=elsewhere) as server:
         problem = await problem_of(f"rediss://:secret@127.0.0.1:{server.port}?ssl_ca_certs={ours.tls_ca}&{keys}")
         assert "IP address mismatch" in problem
+
+
+async def test_clients_of_a_redis_trust_its_new_authority(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    authority, other, token = Authority(tmp_path), Authority(elsewhere, "other"), token_file(tmp_path)
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(other.path.read_bytes())
+    server = credential_files(authority, "server", token)
+    async with SentinelGroup(tls=server) as group:
+        keys = f"ssl_certfile={server.tls_cert}&ssl_keyfile={server.tls_key}&ssl_ca_certs={trusted}"
+        client = connect(f"{group.url}&{keys}")
+        with pytest.raises((RedisError, OSError)):
+            await client.ping()
+        trusted.write_bytes(authority.path.read_bytes())
+        assert await client.ping()
+        trusted.write_bytes(b"broken")
+        await client.connection_pool.disconnect()
+        assert await client.ping(), "the authority from before stays"
+        assert "stay as they were" in caplog.text
+        await client.aclose()
 
 
 async def test_sentinels_over_tls(tmp_path: Path) -> None:

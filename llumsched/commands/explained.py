@@ -61,7 +61,8 @@ def _show_stage(console: Console, stage: dict[str, Any]) -> None:
         columns.append((">TPOT", lambda one: _predicted(one.get("predicted"), "tpot")))
     if any(one.get("moved_on") for one in instances):
         columns.append(("SINCE", lambda one: _since(one.get("moved_on"))))
-    columns.append(("WHY NOT", lambda one: _why(one["refused_by"])))
+    chosen = next((one for one in instances if one["verdict"] == "chosen"), None)
+    columns.append(("WHY NOT", lambda one: _why(one["refused_by"]) or _lost(one, chosen, compared)))
     _print(console, columns, instances)
     for begin in range(0, len(below), _PER_TABLE):
         _print(console, [("INSTANCE", _id), *map(_metric, below[begin : begin + _PER_TABLE])], instances)
@@ -115,6 +116,17 @@ def _since(moved: dict[str, list[float]] | None) -> str:
 
 def _why(refused_by: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"({one['reason']})" if one.get("skipped") else one["reason"] for one in refused_by)
+
+
+def _lost(instance: dict[str, Any], chosen: dict[str, Any] | None, compared: Sequence[str]) -> str:
+    """The first metric in which an instance that nothing refused differs from the one that was chosen."""
+    if chosen is None or instance is chosen:
+        return ""
+    own, best = instance["metrics"], chosen["metrics"]
+    differing = next((name for name in compared if own[name] != best[name]), "")
+    if not differing:
+        return f"as good as {_id(chosen)}" if compared else ""
+    return f"{differing} {_shown(own[differing])}, not {_shown(best[differing])}"
 
 
 # A pass of the rescheduler

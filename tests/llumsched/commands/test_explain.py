@@ -76,6 +76,20 @@ def test_a_long_name_takes_no_more_room_than_its_numbers(capsys: pytest.CaptureF
     ]
 
 
+def test_who_was_not_chosen_is_told_the_number_that_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answer(None, None, None, None)
+    (stage,) = said["stages"]
+    stage["metrics"].append({"name": "n", "better": "less"})
+    for instance, m, n in zip(stage["instances"], (1.0, 1.0, 1.0, 9.0), (2.0, 2.0, 3.0, 0.0), strict=True):
+        instance["metrics"] = {"m": m, "n": n}
+    stage["instances"][0]["verdict"] = stage["chosen"] = "chosen"
+    explained.show_decisions(said)
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    ends = ["chosen", "as good as i0", "n 3, not 2", "m 9, not 1"]
+    assert [line.rstrip().endswith(end) for line, end in zip(lines[1:], ends[1:], strict=True)] == [True] * 3
+    assert not lines[0].rstrip().endswith("not 1")
+
+
 def test_many_metrics_have_tables_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     explained.show_decisions(with_metrics({"compared": 7.0} | {f"further{number}": number / 2 for number in range(10)}))
     _, *lines = capsys.readouterr().out.splitlines()

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 import zmq.asyncio
 
@@ -44,11 +45,12 @@ SLOW = 1e6
 
 
 async def started(client: MoverClient, source: SourceProcess, job: int) -> asyncio.Task[PullReport]:
-    """A slow pull that the mover is certainly at work on: it has answered a later command."""
+    """A slow pull that the mover is certainly at work on: the turn in which it answered a later command is over."""
     pull = client.pull(pull_of(source.peer, ALL, ALL, job=job, deadline_s=20, limit=Limit(bytes_per_s=SLOW)))
     task = asyncio.create_task(pull)
     await asyncio.sleep(0)
-    assert await client.probe(source.peer, "local") is None
+    for _ in range(2):
+        assert await client.probe(source.peer, "local") is None
     return task
 
 
@@ -348,6 +350,23 @@ class TestFailures:
             report = await client.pull(pull_of(source.peer, [0], [0]))
         assert report.error == "unexpected error in the mover: RuntimeError('a bug')"
         assert (await client.pull(pull_of(source.peer, [0], [0]))).error is None
+
+    async def test_gpu_memory_that_is_missing_fails_one_pull(
+        self, client: MoverClient, source: SourceProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Others go on: it says nothing about the mover."""
+
+        def full(*_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+        slow = await started(client, source, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("vllm_llumnix.kv.transport.local.pair_pieces", full)
+            report = await client.pull(pull_of(source.peer, [0], [0], job=2))
+        assert report.error == "CUDA out of memory. Tried to allocate 2.00 MiB"
+        assert not slow.done()
+        await client.stop(1)
+        assert (await slow).error == "stopped"
 
 
 class TestFaults:

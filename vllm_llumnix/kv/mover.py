@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 
 from vllm_llumnix import faults
@@ -365,7 +366,7 @@ class Mover:
                     return
             self._pulled(job.pull)
             self._report(key, None)
-        except (LlumnixError, ValueError) as error:
+        except (LlumnixError, ValueError, torch.OutOfMemoryError) as error:
             self._report(key, str(error))
 
     def _pace(self, link: str, limit: Limit) -> Pace:

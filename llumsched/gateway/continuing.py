@@ -115,7 +115,7 @@ class Continuing(Attempts):
             data = b""  # the first part holds the prompt's ids, and the next may come late
             if events.end is not None:
                 return await self._ended(events, chunk, call)
-            if not events.has_event or (chunk.startswith(b":") and not has_event(chunk)):
+            if not events.has_event or (chunk[:1] == b":" and not has_event(chunk)):
                 call.heard()
                 if chunk:
                     await self._write(chunk, call, is_event=False)

@@ -88,17 +88,16 @@ class EventStream:
                 return data
         else:
             self._rest = b""
-        mark = _MARKS.search(data)
-        if (b"error" in data or (mark and ends.tells_finish(data))) and (ended := ends.in_events(data, Style.OPENAI)):
+        is_told = ends.tells_finish(data)
+        if (is_told or b"error" in data) and (ended := ends.in_events(data, Style.OPENAI)):
             self.end, self.failure, data = ended.end, data[ended.at :], data[: ended.at]
-            mark = _MARKS.search(data)
         if not self.has_event:
             self._take_first(data)
         if not self.token_ids:
             self.num_texts += len(_TEXT.findall(data))
         self.has_text = self.has_text or _TEXT.search(data) is not None
-        if mark:
-            self._take_marks(data, mark)
+        if is_told or (not self.is_parsed and (b'"reasoning' in data or b'"tool_calls"' in data)):
+            self._take_marks(data)
         if self.is_finished:
             self.is_done = data.rstrip().endswith(b"[DONE]")
             if _NO_CHOICES.search(data):
@@ -113,13 +112,12 @@ class EventStream:
                 self.has_event, self.first = True, _IDS.sub(_without_ids, part)
                 return
 
-    def _take_marks(self, data: bytes, mark: re.Match[bytes] | None) -> None:
-        while mark:
+    def _take_marks(self, data: bytes) -> None:
+        for mark in _MARKS.finditer(data):
             if mark.group(1) == b"finish_reason":
                 self.is_finished = True
             else:
                 self.is_parsed = True
-            mark = _MARKS.search(data, mark.end())
 
     def _take_ids(self, match: re.Match[bytes]) -> bytes:
         prompt, ids = match.groups(b"")

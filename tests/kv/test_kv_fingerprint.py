@@ -159,3 +159,12 @@ def test_weights_that_are_made_up_or_fetched_from_elsewhere(base: Path, caplog: 
     assert len({here, there, name_of(base)}) == 3
     assert here == name_of("/another/place", model_weights="s3://bucket/base")
     assert "s3://bucket/base is known by this address alone" in caplog.text
+
+
+def test_a_directory_without_weights_is_known_by_its_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+    assert name_of(first) != name_of(second)
+    assert "has no weights of a kind that is known" in caplog.text

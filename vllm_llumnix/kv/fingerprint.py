@@ -55,12 +55,12 @@ def checkpoint_of(model: Any, load: Any) -> str:
     address = model.model_weights or model.model
     try:
         files = _files_of(address, model.revision, load.download_dir)
-        places = max(_PLACES_IN_A_FILE, SAMPLED_PLACES // max(1, len(files)))
-        described = sorted(_sampled_file(file, places) for file in files)
+        places = max(_PLACES_IN_A_FILE, SAMPLED_PLACES // len(files))
+        described: list[Any] = sorted(_sampled_file(file, places) for file in files)
     except (OSError, ValueError) as error:
         logger.warning("the checkpoint of %s is known by this address alone: %s", address, error)
-        described = []
-    return hashlib.sha256(repr(described or [address, model.revision]).encode()).hexdigest()[:16]
+        described = [address, model.revision]
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
 def _files_of(address: str, revision: str | None, cache: str | None) -> list[Path]:
@@ -72,7 +72,10 @@ def _files_of(address: str, revision: str | None, cache: str | None) -> list[Pat
         from huggingface_hub import snapshot_download
 
         path = Path(snapshot_download(address, revision=revision, cache_dir=cache, local_files_only=True))
-    return next((found for pattern in _WEIGHTS if (found := [*path.glob(pattern)])), [])
+    for pattern in _WEIGHTS:
+        if found := [*path.glob(pattern)]:
+            return found
+    raise FileNotFoundError(f"{path} has no weights of a kind that is known")
 
 
 def _sampled_file(file: Path, places: int) -> tuple[int, str]:

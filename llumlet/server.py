@@ -122,8 +122,9 @@ def new_server(
     """
     if not (insecure or credentials.complete or is_loopback(host)):
         raise ValueError(
-            f"{host} is not a loopback address, and whoever reaches this llumlet could move and abort requests: "
-            "give it TLS and a token, or say explicitly that the network is trusted."
+            f"{host} is not a loopback address, and whoever reaches a llumlet or a CMS there could move and abort "
+            "requests: it needs TLS and a token (--llumlet-tls-cert, --llumlet-tls-key, --llumlet-tls-ca and "
+            "--llumlet-token-file), or else --insecure."
         )
     interceptors = [_TokenRequired(credentials)] if credentials.token_file else []
     merged = list((dict(_OPTIONS) | dict(options)).items())

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from llumsched.cli import prepare
+from llumsched.cli import main, prepare
 from tests.security.test_security_credentials import read
 from tests.support.authority import Authority, token_file
 
@@ -90,3 +90,10 @@ def test_every_listener_beyond_loopback_wants_its_credentials() -> None:
             assert not prepare(words[0], [*given, "--insecure"], {}).faults
         assert not prepare(words[0], words, {}).faults
     assert not prepare("rescheduler", [*rescheduler, "--host", "0.0.0.0"], {}).faults, "without a port it has no HTTP"
+
+
+def test_cms_beyond_loopback_wants_its_credentials(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scheduler", "--port", "0", "--cms", "listen://0.0.0.0:0"]) == 2
+    said = capsys.readouterr().err
+    assert "0.0.0.0 is not a loopback address" in said
+    assert "--llumlet-token-file" in said

@@ -79,7 +79,6 @@ _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 client's. Engines read them of the arguments for extensions, too."""
 
 _CLIENTS_TOOLS: Final = (None, "function", "custom")
-_OUTPUTS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SEVERAL: Final = re.compile(rb"\s*\[\s*[\[\"]")
 """The beginning of an array of prompts, or of conversations."""
 _MOST_SEQUENCES: Final = 1 << 20
@@ -90,7 +89,8 @@ _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 _ANYTHING = msgspec.json.Decoder(Any)
 _ARRAY = msgspec.json.Decoder(list[Any])
 
-_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_MOST_NUMBER: Final = 1 << 31
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST_NUMBER)]
 _HALF_PAIR = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..)", re.DOTALL
 )
@@ -115,22 +115,23 @@ def _checked(head: _Read) -> Head:
     if len(head.model or "") > _MOST_MODEL_CHARACTERS:
         raise InvalidRequest(f"`model` has more than {_MOST_MODEL_CHARACTERS} characters.")
     sampling = head.sampling_params if isinstance(head.sampling_params, dict) else {}
-    head.transfers = _transfers(head, sampling.get("extra_args"))
+    may_transfer = head.kv_transfer_params or head.ec_transfer_params or head.vllm_xargs or sampling
+    head.transfers = _transfers(head, sampling.get("extra_args")) if may_transfer else ""
     tools = head.tools if isinstance(head.tools, list) else ()
     head.runs_tools = any(isinstance(tool, dict) and tool.get("type") not in _CLIENTS_TOOLS for tool in tools)
-    several = next((raw for raw in (head.prompt, head.messages) if _SEVERAL.match(raw)), None)
-    head.num_prompts = max(1, 1 if several is None else len(_decoded(_ARRAY, several)))
-    num_each = max(filter(None, map(_number, (head.n, head.best_of, sampling.get("n")))), default=1)
+    several = head.prompt if _SEVERAL.match(head.prompt) else head.messages if _SEVERAL.match(head.messages) else None
+    head.num_prompts = 1 if several is None else len(_decoded(_ARRAY, several)) or 1
+    num_each = max(_number(head.n) or 1, _number(head.best_of) or 1, _number(sampling.get("n")) or 1)
     head.num_sequences = min(head.num_prompts * num_each, _MOST_SEQUENCES)
-    outputs = [*(getattr(head, name) for name in _OUTPUTS), sampling.get("max_tokens")]
-    head.most_output = next((number for number in map(_number, outputs) if number is not None), None)
+    head.most_output = _number(head.max_completion_tokens) or _number(head.max_tokens)
+    head.most_output = head.most_output or _number(head.max_output_tokens) or _number(sampling.get("max_tokens"))
     return head
 
 
 def _number(value: Any) -> int | None:
     """A number as engines read it; None for what is none, which they refuse."""
-    if value is None:
-        return None
+    if value is None or type(value) is int:  # the usual ones, in a fiftieth of the time
+        return value if value and 0 < value <= _MOST_NUMBER else None
     with suppress(msgspec.ValidationError):
         return msgspec.convert(value, _Count, strict=False)
     return None

@@ -62,9 +62,8 @@ async def serve(
         await store.start()
         stack.push_async_callback(store.close)
         lease = lease_of(cms)
-        if lease is not None:
-            stack.push_async_callback(lease.close)
-            await lease.start()
+        stack.push_async_callback(lease.close)
+        await lease.start()
         shares = _watch_caches(stack, store.view, num_cached_blocks, credentials, registry)
         rescheduler = Rescheduler(store.view, config, credentials, registry, lease=lease, shares=shares)
         stack.push_async_callback(rescheduler.close)

@@ -33,6 +33,7 @@ from llumsched.rescheduling.history import History
 from llumsched.rescheduling.planner import Plan, Watch, nobody_watches, plan
 from llumsched.rescheduling.policies import load_policies
 from llumsched.rescheduling.records import PassRecord, Records
+from llumsched.rescheduling.turns import Turns
 from llumsched.rescheduling.waking import Waking
 
 if TYPE_CHECKING:
@@ -46,10 +47,11 @@ SHARE: Final = 20
 """A pass is followed by a pause of at least this many times its length: the process has other work."""
 
 
-def lease_of(cms: str) -> Lease | None:
-    """The lease in the Redis that instances report to. None for a CMS that is one process: who runs it reschedules."""
+def lease_of(cms: str) -> Lease | Turns:
+    """The lease in the Redis that instances report to; turns where the CMS is a process, of which there may be
+    several."""
     if not cms.startswith(REDIS_SCHEMES):
-        return None
+        return Turns()
     # Its client need not be installed otherwise.
     from llumsched.rescheduling.leadership import Lease
 
@@ -70,7 +72,7 @@ class Rescheduler:
         registry: CollectorRegistry | None = None,
         *,
         table: Table | None = None,
-        lease: Lease | None = None,
+        lease: Lease | Turns | None = None,
         shares: Shares = caches_unknown,
         clock: Callable[[], float] = time.monotonic,
         connect: Connect = connect,

@@ -300,9 +300,8 @@ async def _reschedule(
     if config.rescheduling is None:
         return None
     lease = lease_of(config.cms)
-    if lease is not None:
-        stack.push_async_callback(lease.close)
-        await lease.start()
+    stack.push_async_callback(lease.close)
+    await lease.start()
     rescheduler = Rescheduler(
         view,
         config.rescheduling,

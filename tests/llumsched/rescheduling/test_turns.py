@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several reschedulers without a common store: those whose orders llumlets refuse stand by."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from llumsched.cms.embedded import EmbeddedStore
+from llumsched.rescheduling import process
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.turns import STAND_BY_S, Turns
+from llumsched.testing import SimulatedCluster, engine_model
+from tests.llumlet.fake_agent import until
+
+
+def test_refused_one_stands_by_and_returns_with_a_higher_term() -> None:
+    now_s = 0.0
+    first, second = (Turns(lambda: now_s, lambda began=began: 100.0 + began + now_s) for began in (0.0, 5.0))
+    assert 0 < first.term < second.term
+    assert first.term == first.term, "as long as it is not refused"
+    refused = first.term
+    first.refused(refused)
+    assert first.term == 0
+    assert "stands by for 60 s" in first.reason
+    second.refused(refused)
+    assert second.term, "the term of another one"
+    now_s = STAND_BY_S
+    assert first.term > second.term
+    first.refused(refused)
+    assert first.term, "an order of earlier"
+
+
+@pytest.mark.asyncio
+async def test_of_two_schedulers_with_stores_of_their_own_one_moves_requests() -> None:
+    config = Config(policies=("neutral_load",), interval_ms=100)
+    async with AsyncExitStack() as stack:
+        stores = [EmbeddedStore(), EmbeddedStore()]
+        for store in stores:
+            await store.start()
+            stack.push_async_callback(store.close)
+        addresses = [str(store.address) for store in stores]
+        cluster = await stack.enter_async_context(
+            SimulatedCluster(2, ",".join(addresses), model=engine_model(speed=0.05))
+        )
+        running = [await process.serve(address, config) for address in addresses]
+        for one in running:
+            stack.push_async_callback(one.close)
+
+        earlier, later = running
+        for _ in range(100):
+            for number in (0, 1):
+                for length in range(12):
+                    cluster[number].submit(200 + length, 200)
+                await asyncio.sleep(0.3)
+            if any("stands by" in one.skipped for one in earlier.rescheduler.records.passes):
+                break
+        assert any("not_leader" in move.error for move in earlier.rescheduler.records.moves)
+        num_moves = len(earlier.rescheduler.records.moves)
+        before = len(later.rescheduler.records.moves)
+        for length in range(24):
+            cluster[0].submit(200 + length, 1000)
+        await until(lambda: len(later.rescheduler.records.moves) > before)
+        assert len(earlier.rescheduler.records.moves) == num_moves
+        assert not any("not_leader" in move.error for move in later.rescheduler.records.moves)

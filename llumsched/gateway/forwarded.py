@@ -68,8 +68,10 @@ def authorization(headers: Mapping[str, str]) -> str:
 def with_client(request: web.BaseRequest) -> RawHeaders:
     """A request's headers for an engine: those that are passed, its credential, and what they do not say of its
     connection. `Upstream` leaves the credential out where engines are not to see it."""
-    nominated = {token.strip().lower() for token in request.headers.get("Connection", "").encode().split(b",")} - NAMES
-    passed = PASSED - nominated
+    passed, connection = PASSED, request.headers.get("Connection", "").lower()
+    if connection not in ("", "keep-alive", "close"):
+        nominated = connection.encode("utf-8", "surrogateescape").split(b",")
+        passed = PASSED - ({token.strip() for token in nominated} - NAMES)
     headers = tuple((name, value) for name, value in request.raw_headers if name.lower() in passed)
     addresses, has_scheme = [], False
     for name, value in headers:

@@ -215,3 +215,14 @@ async def test_body_of_a_refused_request_is_no_head() -> None:
                     await writer.drain()
                     await asyncio.sleep(0.01)
         writer.close()
+
+
+@pytest.mark.asyncio
+async def test_headers_that_are_no_text_do_no_harm() -> None:
+    lines = [b"Connection: close, \xff", b"Authorization: Bearer \xff", b"X-Api-Key: \xfe", b"X-Request-Id: \xfd",
+             b"Traceparent: \xfc", b"Content-Type: application/json"]  # fmt: skip
+    body = json.dumps(BODY).encode()
+    head = b"\r\n".join([b"POST /v1/completions HTTP/1.1", b"Host: x", *lines, b"Content-Length: %d" % len(body)])
+    async with cluster(num_engines=1) as it:
+        status, _, _ = await _raw(it, head + b"\r\n\r\n" + body)
+        assert status == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -39,7 +40,9 @@ class ModelTokenizer:
 
     def __init__(self, where: str, chat_template: str = "") -> None:
         path = Path(where)
-        self._chat = _chat_renderer(where if not path.is_file() else str(path.parent), chat_template)
+        directory = where if not path.is_file() else str(path.parent)
+        self._chat = _chat_renderer(directory, chat_template)
+        self._processors_template = None if self._chat is None or chat_template else _processors_template(directory)
         try:
             if path.is_file():
                 self._tokenizer = Tokenizer.from_file(str(path))
@@ -51,7 +54,7 @@ class ModelTokenizer:
                 self._tokenizer = Tokenizer.from_pretrained(where)
         except Exception as error:  # noqa: BLE001 (the library raises that very class)
             raise ValueError(f"no tokenizer at {where!r}: {error}") from None
-        if self._chat is not None and not self._chat.chat_template:
+        if self._chat is not None and not (self._chat.chat_template or self._processors_template):
             _log.warning("no chat template at %s: chats are counted by their messages' texts", where)
             self._chat = None
         self.reserved = _parameters(self._chat)
@@ -82,7 +85,7 @@ class ModelTokenizer:
 
     def _rendered(self, document: Mapping[str, Any], *, is_typed: bool) -> str:
         tools = conversation.tools(document)
-        template = self._chat.get_chat_template(None, tools=tools)
+        template = self._template(tools)
         rendered = self._chat.apply_chat_template(
             conversation.conversation(
                 document["messages"],
@@ -98,6 +101,13 @@ class ModelTokenizer:
         assert isinstance(rendered, str)
         return rendered
 
+    def _template(self, tools: list[dict[str, Any]] | None) -> str:
+        """The template of a chat: without tools the processor's, if it has one of its own."""
+        if tools is None and self._processors_template is not None:
+            return self._processors_template
+        template: str = self._chat.get_chat_template(None, tools=tools)
+        return template
+
     @cached_property
     def _formats(self) -> Any:
         """The module that reads templates, which needs jinja2, as transformers does to render one."""
@@ -106,7 +116,7 @@ class ModelTokenizer:
     @cached_property
     def _wants_system_first(self) -> bool:
         variants: tuple[list[Any] | None, ...] = (None, [])
-        templates = {self._chat.get_chat_template(None, tools=tools) for tools in variants}
+        templates = {self._template(tools) for tools in variants}
         return any(self._formats.wants_system_first(template) for template in templates)
 
     @cached_property
@@ -148,6 +158,16 @@ def _chat_renderer(where: str, chat_template: str) -> Any:
         except (OSError, ValueError) as error:
             raise ValueError(f"no chat template at {chat_template!r}: {error}") from None
     return tokenizer
+
+
+def _processors_template(where: str) -> str | None:
+    """The template that models with images have beside their tokenizer's, in a file of its own."""
+    try:
+        path = importlib.import_module("transformers.utils").cached_file(where, "chat_template.json")
+        template = json.loads(Path(path).read_bytes())["chat_template"] if path else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return template if isinstance(template, str) else None
 
 
 def _rendered_by_code(transformers: Any, where: str) -> str:

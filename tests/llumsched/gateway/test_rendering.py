@@ -19,6 +19,7 @@ from llumsched.gateway import model_tokenizer, prompts
 from llumsched.gateway.chats import content_format, conversation
 from llumsched.gateway.chats.form import Form
 from llumsched.gateway.model_tokenizer import ModelTokenizer
+from tests.support import vision_models
 from tests.support.model import CHAT_TEMPLATE, PRESETS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")
@@ -295,10 +296,10 @@ class Engine:
         self._chat, self._responses, self._messages = ChatCompletionRequest, ResponsesRequest, AnthropicMessagesRequest
         self._anthropic = AnthropicServingMessages
 
-    def token_ids(self, template: str, form: Form, document: Document) -> list[int]:
+    def token_ids(self, template: str | None, form: Form, document: Document) -> list[int]:
         return asyncio.run(self._token_ids(template, form, copy.deepcopy(document)))
 
-    async def _token_ids(self, template: str, form: Form, document: Document) -> list[int]:
+    async def _token_ids(self, template: str | None, form: Form, document: Document) -> list[int]:
         """None of a request that it refuses."""
         from vllm.exceptions import VLLMValidationError
 
@@ -369,6 +370,17 @@ def test_a_prompt_has_the_engines_token_ids(
     expected = engine.token_ids(TEMPLATES[template], form, document)
     assert bool(expected) == ((template, title) != REFUSED)
     assert ids_here(tokenizer_of(template), form, document) == expected
+
+
+@pytest.mark.parametrize("title", ["parts", "a call"])
+def test_without_tools_the_processors_template_is_used(tmp_path: Path, title: str) -> None:
+    """Of a model that looks at images, whose chats have none."""
+    for path in vision_models.build(vision_models.VISION["paddleocr-vl"]).iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": f"processor {PARTS}"}))
+    expected = Engine(tmp_path).token_ids(None, Form.OPENAI, CHATS[title])
+    assert expected
+    assert ids_here(ModelTokenizer(str(tmp_path)), Form.OPENAI, CHATS[title]) == expected
 
 
 def vllm_templates() -> list[str]:

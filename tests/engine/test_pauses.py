@@ -159,6 +159,13 @@ def loop_with_a_frozen_request(model_dir: Path, depth: int) -> Loop:
     return loop
 
 
+def test_request_that_ends_in_the_turn_in_which_its_move_ends_is_not_frozen(model_dir: Path) -> None:
+    loop = loop_with_a_frozen_request(model_dir, 2)
+    loop.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    loop.kvconn.unwatch("a")
+    assert not loop.rig.port.has_frozen
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_engine_with_frozen_requests_alone_sleeps(depth: int, model_dir: Path) -> None:
     loop = loop_with_a_frozen_request(model_dir, depth)

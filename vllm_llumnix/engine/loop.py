@@ -298,6 +298,9 @@ class EngineLoop:
     def unwatch(self, request_id: str) -> None:
         if (leaving := self._leaving.pop(request_id, None)) is not None:
             self.port.load.moving(request_id, False)
+            if leaving.request.is_finished():
+                # In this turn: nobody looks at it again.
+                self.port.forget(leaving.request)
             self.port.sessions.go_on(leaving.request)
 
     def freeze(self, leaving: Leaving) -> None:

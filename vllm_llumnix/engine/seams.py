@@ -262,6 +262,12 @@ SEAMS = Seams(
     _request("status", Kind.SET, "a request that comes waits to be scheduled"),
     _request("num_computed_tokens", Kind.SET, "the KV cache of a request that comes is in place"),
     _request("client_index", Kind.SET, "outputs of a request from elsewhere take the relay"),
+    _request(
+        "trace_headers",
+        Kind.SET,
+        "the name with which a request came travels among them, and is taken out before vLLM traces anything",
+        "tests/frontend/test_frontend_moves.py",
+    ),
     _request("prefill_stats", Kind.SET, "the front-end had them from the engine that did the prefill"),
     Seam(
         _REQUEST,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
 _QUEUE_MS = (1, 5, 10, 50, 100, 200, 500, 1000, 2000, 5000)
 _LEAST_RENDER_S: Final = 1.0
 """Time between two renderings: each of them slows all streams a little."""
+_SWITCH_S: Final = 0.0005
+"""Time for which the event loop may wait for the thread that renders, a tenth of what Python usually lets it."""
 _MOST_MODELS = 1000
 _OVERFLOW = "_overflow"
 """Stands for all models beyond the first thousand."""
@@ -234,7 +237,12 @@ class Metrics:
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
             registry.register(MetricFiles(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
-        return generate_latest(_WithTotals(registry))
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            return generate_latest(_WithTotals(registry))
+        finally:
+            sys.setswitchinterval(usual_s)
 
 
 class _WithTotals:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import sys
 import threading
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from llumsched.gateway.config import AccessLog
-from llumsched.gateway.metrics import CLIENT_GONE, Record
+from llumsched.gateway.metrics import CLIENT_GONE, Metrics, Record
 from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.sse import DONE, event
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, Scripted, cluster, until
@@ -227,3 +228,13 @@ def test_client_that_gives_up_late_has_missed_its_objective(fields: dict[str, An
     for name, value in fields.items():
         setattr(record, name, value)
     assert record.has_met_objectives is met
+
+
+def test_rendering_gives_way_to_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual_s, meanwhile_s = sys.getswitchinterval(), []
+    monkeypatch.setattr(
+        "llumsched.gateway.metrics.generate_latest", lambda _: meanwhile_s.append(sys.getswitchinterval())
+    )
+    Metrics().text()
+    assert meanwhile_s[0] <= usual_s / 5
+    assert sys.getswitchinterval() == usual_s

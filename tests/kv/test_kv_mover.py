@@ -362,7 +362,7 @@ class TestFailures:
         slow = await started(client, source, 1)
         with monkeypatch.context() as patch:
             patch.setattr("vllm_llumnix.kv.transport.local.pair_pieces", full)
-            report = await client.pull(pull_of(source.peer, [0], [0], job=2))
+            report = await client.pull(pull_of(source.peer, [0], [0], job=2, deadline_s=60))
         assert report.error == "CUDA out of memory. Tried to allocate 2.00 MiB"
         assert not slow.done()
         await client.stop(1)

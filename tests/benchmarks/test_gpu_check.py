@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import device, engines, ipc, parts, pulls, verdicts
+from benchmarks.gpu_check import device, drive, engines, ipc, parts, pulls, verdicts
 from benchmarks.gpu_check.budget import Budget
 from benchmarks.gpu_check.cells import (
     ATTENTIONS,
@@ -708,6 +708,41 @@ def test_a_stand_in_has_all_parts_but_those_of_ipc() -> None:
     unrun = {name for name, (_, obstacle) in parts.chosen(True, None).items() if obstacle}
     assert unrun == {"ipc", "ipc_killed_source"}
     assert all(obstacle == "torch sees no GPU" for _, obstacle in parts.chosen(False, None).values())
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (["--parts"], ["--seconds", "400", "--no-cells"]),
+        (
+            ["--seconds", "300", "--numerics", "3", "--flags=--enforce-eager", "--cells", "defaults,LoRA", "tcp"],
+            ["--seconds", "300", "--no-parts", "--cells", "defaults,LoRA,tcp", "--flags=--enforce-eager"],
+        ),
+    ],
+)
+def test_the_script_of_a_borrowed_machine_uses_options_that_there_are(
+    given: list[str], asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[list[str]] = []
+    monkeypatch.setattr(gpu_check, "main", lambda arguments: said.append(arguments) or 0)
+    monkeypatch.setattr(sys, "argv", ["drive.py", "--report", str(tmp_path / "report.jsonl"), *given])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert drive.main() == 0
+    (arguments,) = said
+    gpu_check.parser().parse_args(arguments)
+    assert not [word for word in asked if word not in arguments]
+
+
+def test_the_script_of_a_borrowed_machine_sums_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.jsonl"
+    lines = [{"bench": "gpu_check"}, {"part": "seals", "verdict": "right"}, row_of(Script(as_started=seen()))]
+    report.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sys, "argv", ["drive.py", "--report", str(report), "--summary"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert drive.main() == 0
+    assert "{'right': 2, 'wrong': 0, 'undecided': 0, 'unrun': 0}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["cell", "part"])

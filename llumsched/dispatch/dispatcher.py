@@ -183,7 +183,7 @@ class Dispatcher:
             (decision,) = self.decide(request, (stage,), gateway_id, tried).values()
             if decision.row is None:
                 self.release(request.id, {one.instance.id for one in placements}, gateway_id)
-                raise self._not_placed(decision, self._would_go(request, stage, gateway_id, tried))
+                raise self._not_placed(decision, self._unhurried(request, stage, gateway_id, tried))
             num_hit_tokens = int(decision.candidates[HIT_COLUMN][decision.row]) if self.hits else 0
             instance = self.table.instances[decision.row]
             predicted = decision.candidates.predicted(decision.row)
@@ -281,17 +281,23 @@ class Dispatcher:
         while self._placed and (len(self._placed) > _MOST_REMEMBERED or next(iter(self._placed.values()))[0] <= now_s):
             self._placed.popitem(last=False)
 
-    def _would_go(self, request: Request, stage: InferType, gateway_id: str, tried: frozenset[str] | None) -> bool:
-        """Whether a request that found no place would have one if it might not wait."""
+    def _unhurried(
+        self, request: Request, stage: InferType, gateway_id: str, tried: frozenset[str] | None
+    ) -> Decision | None:
+        """The decision that finds a place for a request that found none, if it might not wait; None if there is none
+        then either."""
         if not request.may_wait:
-            return False
+            return None
         (decision,) = self.decide(replace(request, may_wait=False), (stage,), gateway_id, tried).values()
-        return decision.row is not None
+        return decision if decision.row is not None else None
 
-    def _not_placed(self, decision: Decision, would_go: bool = False) -> NotPlaced:
+    def _not_placed(self, decision: Decision, unhurried: Decision | None = None) -> NotPlaced:
         """The reason: the first of the filters that leaves nobody gives it."""
-        if would_go:
-            return NotPlaced(NotPlacedKind.NO_ENDPOINT_IN_TIME, "no instance would meet its objectives")
+        if unhurried is not None:
+            both = zip(decision.screening.refused, unhurried.screening.refused, strict=True)
+            refusing = [one.name for (one, mask), (_, other) in both if (mask & ~other).any()]
+            said = f"no instance would meet its objectives ({', '.join(refusing)})"
+            return NotPlaced(NotPlacedKind.NO_ENDPOINT_IN_TIME, said)
         request, infer_type = decision.candidates.context.request, decision.stage.infer_type
         masks = {one.name: mask for one, mask in decision.screening.refused}
         wrong_model, wrong_type = masks[f.ModelFilter.name], masks[f.InferTypeFilter.name]

@@ -109,9 +109,9 @@ class Scheduled(Placement):
             raise Overloaded("Too many requests wait for an instance.", retry_after_s=1)
         try:
             return await self._queues.wait(waiting)
-        except NotInTime:
+        except NotInTime as reason:
             longest_s = self._queues.longest_wait_s(asked.model)
-            raise Overloaded("Its objectives cannot be met now.", retry_after_s=longest_s) from None
+            raise Overloaded(f"Its objectives cannot be met now: {reason}", retry_after_s=longest_s) from None
         except NoEndpoint as reason:
             retry_s = AWAY_RETRY_S if isinstance(reason, ModelAway) else self._interval_s
             raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=retry_s) from None

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_request
 
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers.account import Account
@@ -246,3 +247,12 @@ def test_request_without_a_model_is_placed_where_there_is_one_model() -> None:
     assert _refusal(cluster, "") is NotPlacedKind.MODEL_NEEDED
     cluster.view.remove("c")
     assert cluster.place(model="")
+
+
+def test_request_that_may_wait_is_told_which_filters_it_waits_for() -> None:
+    cluster = Cluster(load_policy("slo", Mode.FULL), "a", num_total_gpu_tokens=1000, num_used_gpu_tokens=990)
+    asked = Request("r", "m", 100, ttft_slo_ms=1000.0)
+    with pytest.raises(NotPlaced, match=r"would meet its objectives \(roomFilter\)") as error:
+        cluster.dispatcher.schedule(replace_request(asked, may_wait=True))
+    assert error.value.kind is NotPlacedKind.NO_ENDPOINT_IN_TIME
+    assert cluster.dispatcher.schedule(asked)[0].instance.id == "a"

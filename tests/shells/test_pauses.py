@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,11 +12,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from llumlet.types import MovePhase, Reason
 from tests.shells.circumstances import copying
-from tests.shells.cluster import cluster_of, side_by_side, until
+from tests.shells.cluster import SECONDS, cluster_of, retold, side_by_side, until
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
 from vllm_llumnix.engine import agent, pauses
@@ -101,3 +103,48 @@ async def test_call_ends_moves_in_every_state(model_dir: Path) -> None:
     ]
     found = await side_by_side(stories)
     assert not found, "\n".join(found)
+
+
+async def paused_again_and_again(model_dir: Path, cycles: int, *, asynchronous: bool) -> list[str]:
+    """Calls of all kinds, at both engines in turn, while every stream moves from one to the other without a break."""
+    async with cluster_of(model_dir, "AB", asynchronous=asynchronous) as cluster:
+        streams = [await cluster.stream("AB"[number % 2], max_tokens=150) for number in range(4)]
+        is_over = False
+
+        async def move(place: int) -> None:
+            while not is_over:
+                stream = streams[place]
+                for source, destination in ("AB", "BA"):
+                    await cluster.migrate(stream, source, destination)
+                if stream.finish is FinishReason.ABORT:
+                    stream.left = True
+                if stream.finish is not None:
+                    streams[place] = await cluster.stream(stream.at.name, max_tokens=150)
+
+        moving = [cluster.begin(move(place)) for place in range(len(streams))]
+        for cycle, (call, at) in zip(range(cycles), itertools.cycle(itertools.product(CALLS, "AB")), strict=False):
+            client, port = cluster[at].client, cluster[at].engine.kvconn.port
+            before = cluster.outcomes["moved"]
+            await until(lambda: cluster.outcomes["moved"] > before, lambda: f"nothing moves: {cluster.outcomes}")  # noqa: B023
+            await asyncio.wait_for(CALLS[call](client), SECONDS)
+            if port.paused:
+                assert not port.holds_blocks, f"cycle {cycle}"
+                await (client.wake_up_async() if "sleep" in call else client.resume_scheduler_async())
+        is_over = True
+        await asyncio.gather(*moving)
+        for stream in cluster.streams:
+            stream.left = stream.left or stream.finish is FinishReason.ABORT
+        return await cluster.verdict(streams[0])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@retold
+async def test_calls_succeed_under_continuous_moves(model_dir: Path, asynchronous: bool) -> list[str]:
+    return await paused_again_and_again(model_dir, 28, asynchronous=asynchronous)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@retold
+async def test_hundreds_of_calls_succeed_under_continuous_moves(model_dir: Path, asynchronous: bool) -> list[str]:
+    return await paused_again_and_again(model_dir, 280, asynchronous=asynchronous)

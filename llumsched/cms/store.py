@@ -15,7 +15,6 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES, redis_name
 from llumlet.types import Address
 from llumsched.cluster.view import View
-from llumsched.cms.intake import PATIENCE, Patience
 
 LISTEN: Final = "listen://"
 
@@ -61,9 +60,7 @@ def name_of(url: str) -> str:
     return redis_name(url) if url.startswith(REDIS_SCHEMES) else url
 
 
-def open_store(
-    url: str, credentials: Credentials = NONE, *, insecure: bool = False, silent_s: float = PATIENCE.silent_s
-) -> Store:
+def open_store(url: str, credentials: Credentials = NONE, *, insecure: bool = False, silent_s: float = 0.0) -> Store:
     """The store of `url`, not yet started. `insecure`: listen beyond loopback without complete credentials. `silent_s`:
     silence after which an instance is gone, unless another process keeps the view; never less than usual, as an idle
     instance says something once a second only.
@@ -73,8 +70,10 @@ def open_store(
     faults = store_faults(url)
     if faults:
         raise ValueError("; ".join(faults))
-    patience = Patience(silent_s=max(silent_s, PATIENCE.silent_s))
     # Each form has needs of its own (a server, the Redis client), which the others need not have installed.
+    from llumsched.cms.intake import PATIENCE, Patience
+
+    patience = Patience(silent_s=max(silent_s, PATIENCE.silent_s))
     if url.startswith(REDIS_SCHEMES):
         from llumsched.cms.redis import RedisStore
 

@@ -34,6 +34,7 @@ from llumsched.up.ports import free_port, free_ports, is_free
 
 HOST = "127.0.0.1"
 GATEWAY_PORT = 8001
+METRICS_PORT = 8004
 MOST_ENGINES = 256
 START_TIMEOUT_S = 60.0
 WARM_UP_PROMPT = range(100, 196)
@@ -92,6 +93,9 @@ class UpConfig:
         SCHEDULER_PORT, kinds.port(), "of the scheduler and its web page; 0: any free one"
     )
     cms_port: int = _cluster.setting(CMS_PORT, kinds.port(), "to which the engines report; 0: any free one")
+    metrics_port: int = _cluster.setting(
+        METRICS_PORT, kinds.port(), "of the gateway's metrics, on loopback; 0: any free one; taken: no metrics"
+    )
     scheduling_policy: str = _cluster.setting(
         "load-balance", kinds.text("NAME"), f"{', '.join(built_in_policies())}, or a .yaml file"
     )
@@ -206,14 +210,14 @@ def model_fault(config: UpConfig) -> str:
 
 def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> ClusterPlan:
     """The components of a cluster. Ports are chosen here: they are free now."""
-    *engine_ports, spare_gateway, spare_scheduler, spare_cms = free_ports(config.first_engines + 3)
+    *engine_ports, spare_gateway, spare_scheduler, spare_cms, spare_metrics = free_ports(config.first_engines + 4)
     port = config.port or spare_gateway
     scheduler = Address(HOST, config.scheduler_port or spare_scheduler)
     cms = Address(HOST, config.cms_port or spare_cms)
     gateway = f"http://{Address(_reachable(config.host), port)}"
     return ClusterPlan(
         scheduler=_scheduler(config, scheduler, cms),
-        gateway=_gateway(config, port, scheduler, f"{gateway}/healthz"),
+        gateway=_gateway(config, port, config.metrics_port or spare_metrics, scheduler, f"{gateway}/healthz"),
         engines=tuple(
             _engine(config, index, f"engine-{index}", own, cms, environment) for index, own in enumerate(engine_ports)
         ),
@@ -264,8 +268,8 @@ def _scaling_flags(config: ScalingConfig) -> Iterator[str]:
             yield from (setting.flag, str(value))
 
 
-def _gateway(config: UpConfig, port: int, scheduler: Address, ready_url: str) -> ComponentSpec:
-    command = [*_llumnix("gateway"), "--host", config.host, "--port", str(port)]
+def _gateway(config: UpConfig, port: int, metrics_port: int, scheduler: Address, ready_url: str) -> ComponentSpec:
+    command = [*_llumnix("gateway"), "--host", config.host, "--port", str(port), "--metrics-port", str(metrics_port)]
     command += ["--scheduler-endpoints", str(scheduler), "--workers", str(config.gateway_workers)]
     command += ["--shutdown-timeout", f"{config.drain_s:g}s"]
     if config.insecure:

@@ -49,33 +49,34 @@ def in_hub_cache(model: Path, home: Path) -> None:
     (directory / "snapshots" / ("0" * 40)).symlink_to(model)
 
 
-def hits_of(gateway: str, api: str) -> tuple[float, float]:
+def hits_of(metrics: str, api: str) -> tuple[float, float]:
     """Tokens that the scheduler expected in prefix caches, and that engines found there."""
-    lines = dict(line.rsplit(" ", 1) for line in asked(f"{gateway}/metrics").splitlines() if line[0] != "#")
+    lines = dict(line.rsplit(" ", 1) for line in asked(f"{metrics}/metrics").splitlines() if line[0] != "#")
     expected, found = (
         float(lines.get(f'gateway_prefix_{kind}_tokens_total{{api="{api}"}}', 0)) for kind in ("expected", "cached")
     )
     return expected, found
 
 
-def assert_prefixes_are_hit(gateway: str) -> None:
+def assert_prefixes_are_hit(gateway: str, metrics: str) -> None:
     """Of the prompts of each API, and no more than engines find: a name that is not the engine's hits nothing."""
     for api, (path, prompt) in PROMPTS.items():
         limit = {"max_output_tokens": 1} if api == "responses" else {"max_tokens": 1}
         deadline = time.monotonic() + READY_S
-        while not hits_of(gateway, api)[0]:
+        while not hits_of(metrics, api)[0]:
             assert time.monotonic() < deadline, f"no hit of {api}"
             answer = asked(f"{gateway}/v1/{path}", {"model": "model", **limit} | prompt)
             assert answer["usage"], answer
-        expected, found = hits_of(gateway, api)
+        expected, found = hits_of(metrics, api)
         assert 64 <= expected <= found, api
 
 
 def test_one_command_serves_and_leaves_nothing(model_dir: Path, tmp_path: Path) -> None:
     """Of a model by its name, with a policy that heeds what prefix caches hold."""
     in_hub_cache(model_dir, tmp_path)
-    gateway, scheduler, cms = free_ports(3)
+    gateway, scheduler, cms, metrics = free_ports(4)
     ports = ["--port", str(gateway), "--scheduler-port", str(scheduler), "--cms-port", str(cms)]
+    ports += ["--metrics-port", str(metrics)]
     command = [sys.executable, "-m", "llumsched.cli", "up", NAME, "--engines", "2", *ports]
     command += ["--scheduling-policy", "prefix-cache", "--", *ENGINE]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
@@ -97,7 +98,7 @@ def test_one_command_serves_and_leaves_nothing(model_dir: Path, tmp_path: Path) 
         prompt = {"model": "model", "prompt": "Hello", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
         answer = asked(f"http://127.0.0.1:{gateway}/v1/completions", prompt)
         assert answer["usage"]["completion_tokens"] == 16
-        assert_prefixes_are_hit(f"http://127.0.0.1:{gateway}")
+        assert_prefixes_are_hit(f"http://127.0.0.1:{gateway}", f"http://127.0.0.1:{metrics}")
         # By instance id, as every command that asks the CMS sees them.
         top = [sys.executable, "-m", "llumsched.cli", "top", "--cms", f"127.0.0.1:{cms}", "--once", "--json"]
         shown = json.loads(subprocess.run(top, stdout=subprocess.PIPE, timeout=60, check=True).stdout)

@@ -161,6 +161,19 @@ async def test_a_claim_that_nobody_ends_runs_out(engine: Engine, monkeypatch: py
     assert not engine.claims.end(taken[0].claim_id), "what was read after the lease is not to be trusted"
 
 
+async def test_claims_end_when_moves_are_called_off(engine: Engine) -> None:
+    free = engine.rig.free_blocks
+    engine.rig.add("a")
+    engine.turns(8)
+    taken = []
+    engine.meanwhile = lambda: taken.append(engine.claims.take("a", TAKEN))
+    engine.turns(3)
+    engine.claims.call_off()
+    engine.kvconn.step()
+    assert engine.rig.free_blocks == free
+    assert not engine.claims.end(taken[0].claim_id), "what was read is not to be trusted"
+
+
 async def test_a_claim_that_comes_twice(engine: Engine) -> None:
     """It is one claim, until it is ended."""
     free = engine.rig.free_blocks

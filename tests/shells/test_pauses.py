@@ -16,7 +16,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from llumlet.types import MovePhase, Reason
-from tests.shells.circumstances import copying
+from tests.shells.cells import company
+from tests.shells.circumstances import copying, hanging, replays_only_at
 from tests.shells.cluster import SECONDS, cluster_of, retold, side_by_side, until
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
@@ -103,6 +104,26 @@ async def test_call_ends_moves_in_every_state(model_dir: Path) -> None:
     ]
     found = await side_by_side(stories)
     assert not found, "\n".join(found)
+
+
+@failure(
+    "the engine that goes on with a lost request is paused", "rescue, while it copies", "called off, and tried again"
+)
+@retold
+async def test_engine_is_paused_while_it_rescues_a_request(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        client, port = cluster["B"].client, cluster["B"].engine.kvconn.port
+        stream = await company(cluster)
+        with replays_only_at(cluster, stream, "B"), hanging(cluster["A"]):
+            with copying(cluster["B"]) as begun:
+                await until(begun.is_set, lambda: "no copy")
+                called = cluster.begin(client.pause_scheduler_async("keep"))
+                await until(lambda: port.paused, lambda: "not paused")
+            await called
+            assert not port.holds_blocks
+            await client.resume_scheduler_async()
+            await until(lambda: "B" in cluster.owners(stream), lambda: "B does not go on with it")
+        return await cluster.verdict(stream)
 
 
 async def paused_again_and_again(model_dir: Path, cycles: int, *, asynchronous: bool) -> list[str]:

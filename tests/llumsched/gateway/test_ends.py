@@ -48,6 +48,8 @@ class Scripts(Mock):
     script: list[Said] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     """Ports at which clients' requests came."""
+    ids: list[str] = field(default_factory=list)
+    """Their ids."""
     is_broken: bool = False
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -63,6 +65,7 @@ class Scripts(Mock):
             pass
         assert request.transport is not None
         self.asked.append(request.transport.get_extra_info("sockname")[1])
+        self.ids.append(request.headers["X-Request-Id"])
         said = self.script.pop(0) if len(self.script) > 1 else self.script[0] if self.script else None
         if said is None:
             return await super().answer(request)
@@ -273,6 +276,8 @@ async def test_one_client_whose_requests_fail_everywhere_ejects_nobody() -> None
                 assert (reply.status, reply.json) == (500, FAILED)
             worst = max(worst, await _ejected(it))
         assert worst == 0
+        assert any(one.endswith("-r1") for one in mock.ids)
+        assert not any(one.endswith("-r2") for one in mock.ids), "no third instance"
         assert all(reply.events for reply in await asyncio.gather(*streams))
 
 

@@ -26,6 +26,7 @@ import contextlib
 import gzip
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -53,6 +54,7 @@ _KEY: Final = "sk-of-the-streams-0123456789"
 _NUM_KEYS: Final = 10_000
 _INTERVAL_MS: Final = 20.0
 _START_S: Final = 3.0
+_SETTLED_S: Final = 0.5
 _LONG: Final = 2_000
 _BOMB: Final = gzip.compress(b" " * (60 << 20))
 
@@ -120,12 +122,13 @@ async def attack(kind: str, ports: list[int], rate: float) -> None:
     sending: set[asyncio.Task[None]] = set()
     due_s = time.monotonic()
     number = 0
+    print("begun", flush=True)
     while True:
         number += 1
         task = asyncio.create_task(send(ports[number % len(ports)] if kind == "metrics" else ports[0]))
         sending.add(task)
         task.add_done_callback(sending.discard)
-        due_s += 1 / rate
+        due_s = max(due_s, time.monotonic() - 1 / rate) + 1 / rate  # it may have stood still
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
 
@@ -189,22 +192,23 @@ async def _phases(
         gaps: dict[str, list[float]] = {_NONE: [], kind: []}
         ratios = []
         turns_ms = dict.fromkeys(gaps, 0.0)
-        for number in range(args.rounds):
-            p99s_ms = []
-            for who in gaps:
-                say(f"{kind}, round {number + 1}: {who}")
-                async with contextlib.AsyncExitStack() as stack:
-                    if who != _NONE:
-                        words = ("--attack", who, "--ports", *map(str, ports), "--rate", str(args.rate))
-                        await stack.enter_async_context(child(*words))
-                        await asyncio.sleep(1.5)
+        words = ("--attack", kind, "--ports", *map(str, ports), "--rate", str(args.rate))
+        async with child(*words) as stranger:
+            assert stranger.stdout is not None
+            await stranger.stdout.readline()  # it has begun, and need not do so while gaps are measured
+            for number in range(args.rounds):
+                p99s_ms = []
+                for who in gaps:
+                    say(f"{kind}, round {number + 1}: {who}")
+                    stranger.send_signal(signal.SIGCONT if who == kind else signal.SIGSTOP)
+                    await asyncio.sleep(_SETTLED_S)
                     await _gaps(clients)
                     await asyncio.sleep(args.seconds)
                     found = await _gaps(clients)
                     gaps[who] += found
                     p99s_ms.append(quantile(found, 0.99))
                     turns_ms[who] = max(turns_ms[who], await _longest_turn_ms(args.seconds / 2))
-            ratios.append(p99s_ms[1] / p99s_ms[0])
+                ratios.append(p99s_ms[1] / p99s_ms[0])
         quiet, loud = gaps[_NONE], gaps[kind]
         rows.append(
             {

@@ -237,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rate", type=float, default=40.0, help="requests of a stranger a second")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a phase")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of each phase")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--read", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--attack", help=argparse.SUPPRESS)

@@ -63,7 +63,7 @@ class Target:
     command: list[str] | None
     """None: nothing to start."""
     is_slow: bool = False
-    """Whether the events of its engines arrive one by one."""
+    """True if the events of its engines arrive one by one."""
     tls: ssl.SSLContext | None = None
     key: str = ""
     latencies_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
@@ -193,7 +193,7 @@ def _answers(port: int, path: str, tls: ssl.SSLContext | None) -> bool:
 
 @dataclass
 class Secrets:
-    """What the secured forms are given, in files, and the client's side of it."""
+    """Files for the secured forms, and the client's side of them."""
 
     keys: Path
     key: str

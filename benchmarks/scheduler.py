@@ -123,7 +123,7 @@ class Result:
         return 1e3 / self.decisions_per_cpu_s
 
     def target_ms(self, figure: str) -> float:
-        """What a figure is to reach on this machine."""
+        """The target of a figure, scaled to this machine's speed."""
         return TARGETS_MS[figure] * self.reference_cpu_ms / REFERENCE_MS
 
     @property

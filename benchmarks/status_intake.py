@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does the intake of statuses cost each scheduler that follows a Redis?
+"""Cost of taking statuses, for each scheduler that follows a Redis.
 
     python -m benchmarks.status_intake --instances 1000
 
@@ -49,10 +49,10 @@ class StatusIntake:
     """For the message of a status on the channel, and its share of the reads."""
     baseline_us: float
     ours_us: float
-    """For what is then done with it."""
+    """Microseconds to take one status, after it was read."""
     ratio: float
     baseline_cores: float
-    """Of one scheduler, with every instance busy."""
+    """Share of a core that one scheduler needs, with every instance busy."""
     ours_cores: float
     ours_interval_s: float
     """Between two writes of one busy instance."""

@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def metadata(self) -> str:
-        """What the id of an instance follows."""
+        """The prefix of an instance's id in a key."""
         return f"{self.prefix}instance_metadata:"
 
     @property

@@ -87,7 +87,7 @@ class Current(Generic[T]):
         self._looked_s = clock()
         self._value = read(*paths)
         self.is_refused = False
-        """Whether the files, as they are now, cannot be used."""
+        """True if the files, as they are now, cannot be used."""
         _ALL.add(self)
 
     @property

@@ -111,7 +111,7 @@ def _unknown(name: str, words: Sequence[str]) -> Iterator[str]:
 
 
 def _answer(name: str, flag: str) -> str:
-    """What is to be said of a flag that the command `name` does not have: who has it, or what it may have meant."""
+    """A hint for a flag that the command `name` does not have: the commands that have it, or a similar flag."""
     if name in _SERVERS:
         if instead := instead_of(flag):
             return instead

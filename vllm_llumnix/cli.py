@@ -319,7 +319,7 @@ def _patch_json(patch: Patch) -> dict[str, Any]:
 
 
 def _console() -> Console:
-    """What it prints are other people's words, in which a bracket is a bracket. Wide where no terminal says how wide,
+    """A console that takes no text for markup: foreign words may hold brackets. Wide where no terminal says how wide,
     so that nothing is broken."""
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, emoji=False)
 

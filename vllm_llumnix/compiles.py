@@ -74,7 +74,7 @@ class Compiles:
 
 
 class Workers:
-    """What the workers of an engine have written. `memory`: the record; `offsets`: their places."""
+    """Reader of what the workers of an engine have written. `memory`: the record; `offsets`: their places."""
 
     def __init__(self, memory: mmap.mmap, offsets: range) -> None:
         self._memory, self._offsets = memory, offsets

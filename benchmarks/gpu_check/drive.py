@@ -40,7 +40,7 @@ def main() -> int:
     add("--flags", default="", help="as --flags")
     add("--parts", action="store_true", help="the parts, no cell")
     add("--cells", nargs="+", default=[], metavar="NAME,…", help="cells, no part")
-    add("--summary", action="store_true", help="what the report has so far")
+    add("--summary", action="store_true", help="print a table of the report so far")
     options = parser.parse_args()
     sys.path.insert(0, str(Path.cwd()))
     if options.summary:

@@ -32,7 +32,7 @@ from vllm_llumnix.kv.worker import start_mover, stop_mover
 BLOCKS = 128
 """288 MiB."""
 SECONDS = 2.0
-"""Of replays without pulls, and at least of those beside them."""
+"""Number of replays without pulls, and the least number beside them."""
 MIN_PULLS = 3
 PULL_S = 60.0
 WIDTH, DEPTH = 1024, 40

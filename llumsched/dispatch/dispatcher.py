@@ -45,9 +45,9 @@ class NotPlacedKind(StrEnum):
     """Why a request was not placed, by the names of the counter `scheduler_scheduling_failed_total`."""
 
     ENDPOINT_NOT_FOUND = "endpoint_not_found"
-    """Nobody serves the model, nor did of late."""
+    """No instance serves the model, now or lately."""
     MODEL_AWAY = "model_away"
-    """Nobody serves the model now: it was served of late, or is configured."""
+    """No instance serves the model now, but one did lately, or it is configured."""
     MODEL_NEEDED = "model_needed"
     """The request names no model, and instances serve several."""
     NO_AVAILABLE_ENDPOINT = "no_available_endpoint"

@@ -98,13 +98,13 @@ class Attempts(ABC):
         self._told_s = received.started_s
         """The time at which the client was sent something last; before that, when its request came."""
         self._is_over = False
-        """Whether the stream's last bytes are being written."""
+        """True if the stream's last bytes are being written."""
         self._is_spliced = False
-        """Whether an answer in one piece is handed on as it comes."""
+        """True if an answer in one piece is handed on as it comes."""
         self._lost: StreamLost | None = None
         """The last loss; the last one of which the engine said something, while the client has nothing."""
         self._effects = effects.of(self._request.path, self._body.head)
-        """What the request may have done at an engine that was sent it; "" if it may be sent again."""
+        """The effect that the request may have had at an engine; "" if it may be sent again."""
         self._is_delivered = False
         """Whether the client was sent the last event of its stream."""
 

@@ -162,12 +162,12 @@ class Backends:
         return any(model in (backend.models or ()) for backend in self._all.values())
 
     def knows(self, model: str) -> bool:
-        """Whether the model is there, was there of late, or is to come: a request for it is no mistake."""
+        """True if the model is there, was there of late, or is to come: a request for it is no mistake."""
         return model in self.names or self.listed(model)
 
     @property
     def has_several_models(self) -> bool:
-        """Whether instances are known to have different models; each names its own first, and its adapters after it."""
+        """True if instances are known to have different models; each names its own first, and its adapters after it."""
         return len({next(iter(backend.models)) for backend in self._all.values() if backend.models}) > 1
 
     def max_model_len(self, model: str) -> int:
@@ -175,7 +175,7 @@ class Backends:
         return max((backend.max_model_len(model) or 0 for backend in self._all.values()), default=0)
 
     async def has_unfinished(self, instance: str, response_id: str) -> bool:
-        """Whether a response that an instance has is still being made. Raises what asking may."""
+        """True if a response that an instance has is still being made. Raises what asking may."""
         for backend in self._all.values():
             if str(backend) == instance:
                 timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
@@ -339,7 +339,7 @@ class Backends:
             self.outliers.broken(backend, why)
 
     async def stands_still(self, backend: Backend, limit_s: float, *, if_uncounted: bool = True) -> bool:
-        """Whether an engine core does nothing at all for `limit_s`; thrice that if it does not count what it does, and
+        """True if an engine core does nothing at all for `limit_s`; thrice that if it does not count what it does, and
         then only `if_uncounted`: its silence must say something by itself.
 
         A request for one token waits in the queue of an engine that is busy. So it is proof if it is answered, and if

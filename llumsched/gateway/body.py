@@ -44,7 +44,7 @@ class Head(msgspec.Struct):
     """The field by which an engine would move caches for the client; empty: none. This and what follows is written when
     a body has been read, whatever stood there."""
     runs_tools: Any = False
-    """Whether tools are called where the model runs: all but those of types that clients run."""
+    """True if tools are called where the model runs: all but those of types that clients run."""
     num_prompts: Any = 1
     num_sequences: Any = 1
     """Sequences that an engine computes: prompts, each as often as the client wants an answer."""
@@ -53,7 +53,7 @@ class Head(msgspec.Struct):
 
 
 class _Read(Head):
-    """What is read besides, to fill in the rest."""
+    """Fields that are read as well, to fill in the rest."""
 
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
@@ -71,8 +71,7 @@ Content = tuple[bytes | bytearray | memoryview, ...]
 """A request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
 
 PRIORITY_HEADERS: Final = ("X-Priority", "X-Vllm-Priority")
-"""What a client, or who speaks for it, may say in the place of the body's `priority`: the first of these that is there.
-"""
+"""Headers that replace the body's `priority`; the first of them that is present counts."""
 
 _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 """Fields that have an engine fetch, or keep, a KV or encoder cache: they name hosts, ports and blocks, perhaps another

@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of the body was read."""
+        """True if all of the body was read."""
         return self.state is ConnectionState.DONE and not self._parts
 
     @property

@@ -30,7 +30,7 @@ and what an engine that was lost has stored under another id is of no harm."""
 
 
 def of(path: str, head: Head) -> str:
-    """What a request of this path may have done once it was sent; "" if nothing."""
+    """The effect that a request of this path may have once it was sent; "" if none."""
     for table in (_EVERYWHERE, _BY_PATH.get(path, {})):
         for name, (is_so, why) in table.items():
             if is_so(getattr(head, name)):

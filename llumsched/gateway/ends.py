@@ -53,7 +53,7 @@ class Ended(NamedTuple):
 
 
 def of_status(status: int) -> End:
-    """What a status of 500 or above says."""
+    """The end that a status of 500 or above stands for."""
     return End.UNAVAILABLE if status in _OF_THE_INSTANCE else End.ERROR
 
 
@@ -61,7 +61,7 @@ _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"(?!(?:%b)")' % b"|".join(s
 
 
 def tells_finish(data: bytes) -> bool:
-    """Whether events may tell why a choice ended. Cheap, as most do not."""
+    """True if events may tell why a choice ended. Cheap, as most do not."""
     return data.count(b'"finish_reason":null') != data.count(b'"finish_reason"')
 
 
@@ -75,7 +75,7 @@ _MAY_END: Final[Mapping[Style, Callable[[bytes], bool]]] = {
     Style.ANTHROPIC: lambda data: b"error" in data or b"message_delta" in data,
     Style.COHERE: lambda data: b"error" in data or b"message-end" in data,
 }
-"""Whether events are worth reading: nearly none of a stream are."""
+"""True if events are worth reading: nearly none of a stream are."""
 
 
 def in_events(data: bytes, style: Style) -> Ended | None:

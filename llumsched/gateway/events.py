@@ -48,7 +48,7 @@ def split(data: bytes) -> Iterator[bytes]:
 
 
 def has_event(data: bytes) -> bool:
-    """Whether there is an event among what is whole: comments are none."""
+    """True if there is an event among what is whole: comments are none."""
     return _DATA.search(data) is not None
 
 

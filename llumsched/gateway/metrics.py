@@ -92,7 +92,7 @@ class Record:
 
     @property
     def has_met_objectives(self) -> bool | None:
-        """Whether it was in time; None if it had no objectives, or nobody can tell: its client left in time, or wanted
+        """True if it was in time; None if it had no objectives, or nobody can tell: its client left in time, or wanted
         its answer in one piece."""
         if not self.objectives or (self.status == 200 and self.ttft_s is None):
             return None

@@ -69,7 +69,7 @@ class Passing(Attempts):
         self._is_released = False
 
     def _renamed(self, content: bytes, backend: Backend) -> bytes:
-        """What an engine says, with the ids of responses that clients know."""
+        """An engine's words, with the ids of responses that clients know."""
         if self._stored is not None:
             content = content.replace(self._stored.own.encode(), self._stored.shown.encode())
         if self._own_response and self._own_response.encode() in content:

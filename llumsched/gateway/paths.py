@@ -65,7 +65,7 @@ class Path:
     may_rest: bool = False
     """Whether a stream may be silent while the API server calls a tool."""
     is_played: bool = False
-    """Whether clients use an answer in one piece while it comes."""
+    """True if clients use an answer in one piece while it comes."""
     why: str = ""
     """The reason why it is refused, or cannot be passed."""
 
@@ -173,7 +173,7 @@ _TEMPLATES: Final = tuple(
 class Found(NamedTuple):
     path: Path
     name: str = ""
-    """What the path names: a response, or a model, whose name may be any text."""
+    """Name of the response or model in the path; a model's name may be any text."""
 
 
 def is_name(text: str) -> bool:

@@ -89,7 +89,7 @@ class Scheduled(Placement):
         self._begun: dict[str, tuple[Address, Report]] = {}
         """Reports that go soon, by request."""
         self._is_told = False
-        """Whether it has been logged that late requests are not refused."""
+        """True if it has been logged that late requests are not refused."""
         self._block_sizes: dict[str, int] = {}
         """Sizes of the blocks that the scheduler wants named, by models that it has placed."""
 

@@ -267,7 +267,7 @@ class _Scheduler:
         """What takes the place of what was told before, by path, until it is told."""
         self._telling: asyncio.Task[None] | None = None
         self.answers = True
-        """Whether requests ask it, as far as the last probe and the last request tell."""
+        """True if requests ask it, as far as the last probe and the last request tell."""
         self.unanswered: asyncio.Task[tuple[int, bytes]] | None = None
         """The last question that it left open though it answers probes. Until it answers, it is asked no other."""
         self._left_alone_until_s = -math.inf

@@ -271,7 +271,7 @@ class Gateway:
         return _json(200, {"object": "list", "data": [cards[name] for name in sorted(cards)]})
 
     async def model(self, request: web.BaseRequest) -> web.StreamResponse:
-        """What is said of one model."""
+        """Answers with the description of one model."""
         name = request.path.removeprefix("/v1/models/")
         if card := (await self._cards(request)).get(name):
             return _json(200, card)
@@ -297,7 +297,7 @@ class Gateway:
         return reason
 
     async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Whether it is ready. Why it is not is nothing for strangers: it names engines."""
+        """True if it is ready. Why it is not is nothing for strangers: it names engines."""
         return _ready("not ready" if await self._why_not_ready() else "")
 
     def _observe_load(self) -> None:

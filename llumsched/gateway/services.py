@@ -109,7 +109,7 @@ class Services:
     budget: RetryBudget = field(init=False)
     trials: Trials[Backend] = field(init=False)
     _is_told: bool = False
-    """Whether it has been logged that a tokenizer is missing."""
+    """True if it has been logged that a tokenizer is missing."""
     running: dict[Running, Placed] = field(default_factory=dict)
     streamed: set[Streamed] = field(default_factory=set)
 

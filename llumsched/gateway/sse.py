@@ -39,7 +39,7 @@ class Usage(NamedTuple):
     num_prompt: int = 0
     num_output: int = 0
     num_cached: int = 0
-    """Of the prompt, those that were in the engine's prefix cache."""
+    """Prompt tokens that were in the engine's prefix cache."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,13 +64,13 @@ class EventStream:
     has_usage: bool = False
     """Whether the event that tells the usage after the last choice has come."""
     usage: Usage = Usage()
-    """What it tells."""
+    """The usage that the stream told."""
     is_done: bool = False
     """Whether the stream's end mark has come."""
     is_parsed: bool = False
     """Whether the engine makes more of the text than content: reasoning or tool calls."""
     has_event: bool = False
-    """Whether an event has come: comments are none."""
+    """True if an event has come: comments are none."""
     end: ends.End | None = None
     """How the engine itself ended the stream."""
     failure: bytes = b""
@@ -167,7 +167,7 @@ _CACHED = re.compile(rb'"(?:cached_tokens|(cache_read_input_tokens))"\s*:\s*([0-
 
 
 def usage_of(body: bytes) -> Usage:
-    """What the end of an answer tells, whatever its API calls it."""
+    """Reads the usage from the end of an answer of any API."""
     end = body[-4096:]
     found = {bool(is_prompt): int(number) for is_prompt, number in _USAGE.findall(end)}
     num_prompt, num_cached = found.get(True, 0), 0

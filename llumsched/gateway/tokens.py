@@ -83,7 +83,7 @@ class TokenCounter:
         return answer.outline
 
     def knows(self, model: str) -> bool:
-        """Whether there is a tokenizer for a model."""
+        """True if there is a tokenizer for a model."""
         return model in self._models or "" in self._models
 
     async def count(self, body: Body, block_size: int = 0, form: Form = Form.OPENAI) -> Prompt:

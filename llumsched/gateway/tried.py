@@ -120,7 +120,7 @@ class Tried:
             self._reports.append((lost.end, backend))
 
     def end(self) -> None:
-        """Nobody takes the request any more: whose fault its failures were will not be known from it."""
+        """Ends the attempts: no further instance will show whose fault the failures were."""
         for backend, _ in self._accused:
             self._services.backends.settled(backend, is_proven=False)
         self._accused.clear()

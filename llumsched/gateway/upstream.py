@@ -133,7 +133,7 @@ class Call:
         self._connection: Connection | None = None
         self.moved_s = time.monotonic()
         self.wants_stream = False
-        """Whether the client wants its answer in parts: other answers are silent until they are whole."""
+        """True if the client wants its answer in parts: other answers are silent until they are whole."""
         self.is_stream = False
         """Whether the first byte of a stream has come."""
         self.is_writing = False

@@ -92,7 +92,7 @@ class Waiting:
         return self.deadline_s <= now_s
 
     def needs_as_much_as(self, other: Waiting) -> bool:
-        """Whether a refusal of the other one tells that this one is refused as well."""
+        """True if a refusal of the other one tells that this one is refused as well."""
         mine, its = self.asked, other.asked
         return (
             mine.prompt_num_tokens >= its.prompt_num_tokens
@@ -101,7 +101,7 @@ class Waiting:
         )
 
     def stands_before(self, newcomer: Waiting, now_s: float) -> bool:
-        """Whether a newcomer is not asked for at once, as this one, which needs no more, was refused."""
+        """True if a newcomer is not asked for at once, as this one, which needs no more, was refused."""
         is_behind = isinstance(self.reason, NotInTime) and self.is_late(now_s)
         return not is_behind and newcomer.needs_as_much_as(self)
 
@@ -165,7 +165,7 @@ class Queues:
         return sum(len(queue.waiting) for queue in self._of_model.values())
 
     def holds_up(self, newcomer: Waiting) -> bool:
-        """Whether a newcomer has its turn in the queue, rather than being asked for at once."""
+        """True if a newcomer has its turn in the queue, rather than being asked for at once."""
         queue, now_s = self._of_model.get(newcomer.asked.model), self._clock()
         return queue is not None and any(one.stands_before(newcomer, now_s) for one in queue.waiting)
 

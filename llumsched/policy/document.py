@@ -81,7 +81,7 @@ class Policy:
 
     @property
     def refuses_late(self) -> bool:
-        """Whether it refuses requests that would rather wait than be late."""
+        """True if it refuses requests that would rather wait than be late."""
         return "may_wait" in self.reads
 
     @property

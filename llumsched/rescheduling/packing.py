@@ -38,7 +38,7 @@ class PackingPairs:
     limit: float
     """The load below which destinations stay."""
     empties: bool
-    """Whether the emptiest source gives all that run; otherwise the fullest gives one request."""
+    """True if the emptiest source gives all that run; otherwise the fullest gives one request."""
     purpose: ClassVar[Purpose] = Purpose.PACK
 
     @property

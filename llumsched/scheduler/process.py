@@ -204,7 +204,7 @@ class SchedulerConfig:
 
     @property
     def knows_caches(self) -> bool:
-        """Whether it follows what prefix caches hold."""
+        """True if it follows what prefix caches hold."""
         return self.cache_aware or HIT_COLUMN in self.policy.reads
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether there is such a model: asked once before anything starts, where engines would need minutes to say no.
+"""True if there is such a model: asked once before anything starts, where engines would need minutes to say no.
 
 Only what leaves no doubt is a fault. vLLM knows places that are not looked at here (other hubs, buckets, files of other
 formats), and has the last word.

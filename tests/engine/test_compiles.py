@@ -208,7 +208,7 @@ def watched(record: StepRecord, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ste
 
 
 def under_way(record: StepRecord) -> bool:
-    """Whether a worker says that it compiles: then the answer is now, whenever it is asked."""
+    """True if a worker says that it compiles: then the answer is now, whenever it is asked."""
     first = record.workers.compiled_at()
     time.sleep(0.001)
     return record.workers.compiled_at() > first

@@ -55,7 +55,7 @@ class Strange(NamedTuple):
     """Instances that are not alike."""
 
     weights: Server
-    """Of a fine-tune."""
+    """A server of a fine-tune."""
     blocks: Server
     """With blocks so large that there are no rows of which either side has a whole number of blocks."""
     larger: Server

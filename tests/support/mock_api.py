@@ -115,7 +115,7 @@ class Mock:
     hung: set[int] = field(default_factory=set)
     """Ports."""
     counters: str = ""
-    """What /metrics says; empty: there is no such path."""
+    """Body of /metrics; empty: there is no such path."""
     is_healthy_while_hung: bool = False
     """It is the engine core that hangs, and the API server does what it can without."""
     waiting: list[str] = field(default_factory=list)

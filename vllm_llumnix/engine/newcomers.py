@@ -17,7 +17,7 @@ class Newcomers:
         self._scheduler = scheduler
         self._waiting: dict[str, Request] = {}
         self._decoding: set[str] = set()
-        """Those among them whose next step computes one token."""
+        """Newcomers whose next step computes one token."""
         self._stock_threshold: tuple[int, bool] | None = None
 
     def __len__(self) -> int:
@@ -81,5 +81,5 @@ class Newcomers:
 
 
 def _has_its_slot(request: Request) -> bool:
-    """Whether the scheduler counts the slot itself, or the request needs none any more."""
+    """True if the scheduler counts the slot itself, or the request needs none any more."""
     return request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED) or request.is_finished()

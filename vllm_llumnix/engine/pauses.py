@@ -49,7 +49,7 @@ CHANGED: Final = CallOff(Reason.OTHER_WEIGHTS, Reason.OTHER_WEIGHTS, "may have o
 
 
 class Pauses:
-    """Those of one engine. `tell` has the llumlet's thread end all moves. Loop thread only."""
+    """Pauses of one engine. `tell` has the llumlet's thread end all moves. Loop thread only."""
 
     def __init__(self, port: SchedulerPort, tell: Callable[[CallOff], None]) -> None:
         self._port = port

@@ -164,7 +164,7 @@ class Reservations:
         return (blocks for table in tables if (blocks := present(table)))
 
     def void(self, reason: Reason, detail: str) -> None:
-        """What was reserved until now is not admitted: what was computed and copied for it does not hold any more."""
+        """Makes all present reservations void: KV that was copied for them is out of date and never admitted."""
         self._void = dict.fromkeys(self._reserved, (reason, detail)) | self._void
 
     def _require_valid(self, request: Request) -> None:
@@ -339,7 +339,7 @@ class Reservations:
             self._scheduler.max_num_active_reqs -= 1
 
     def _give_slot_back(self, request: Request) -> bool:
-        """Whether it had one."""
+        """True if it had one."""
         had_slot = request.request_id in self._with_slot
         if had_slot:
             self._with_slot.remove(request.request_id)

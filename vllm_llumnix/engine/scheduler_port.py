@@ -284,7 +284,7 @@ class SchedulerPort:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether a move has a block, at either end."""
+        """True if a move has a block, at either end."""
         return any(pin.blocks for pin in self._pins) or any(self.reservations.blocks())
 
     @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What form of messages a chat template is written for: vLLM reads that off the template's syntax tree.
+"""Finds the form of messages that a chat template expects, as vLLM does, from the template's syntax tree.
 
 vLLM: `_detect_content_format` and `_detect_developer_role_support` of vllm/renderers/hf.py, and
 `_detect_merge_inline_system` of its Anthropic front end.
@@ -26,12 +26,12 @@ class _Generation(jinja2.ext.Extension):
 
 
 def knows_developer(template: str) -> bool:
-    """Whether a template has a case for the role `developer`."""
+    """True if a template has a case for the role `developer`."""
     return '"developer"' in template or "'developer'" in template
 
 
 def takes_parts(template: str) -> bool:
-    """Whether a template goes through the parts of a message's content. It gets lists of them then, else texts."""
+    """True if a template goes through the parts of a message's content. It gets lists of them then, else texts."""
     try:
         root = _environment(jinja2.ext.loopcontrols, _Generation).parse(template)
         return any(True for _ in _loops_over_content(root))
@@ -40,7 +40,7 @@ def takes_parts(template: str) -> bool:
 
 
 def wants_system_first(template: str) -> bool:
-    """Whether a template refuses a system message that is not the first."""
+    """True if a template refuses a system message that is not the first."""
     messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
         _environment(jinja2.ext.loopcontrols).from_string(template).render(
@@ -109,7 +109,7 @@ def _names_of_messages(root: nodes.Template) -> list[str]:
 
 
 def _reads(node: nodes.Node | None, name: str, field: str | None = None) -> bool:
-    """Whether an expression is this variable, or this field of it, or a filter, test or slice of that."""
+    """True if an expression is this variable, or this field of it, or a filter, test or slice of that."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

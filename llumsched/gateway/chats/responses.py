@@ -50,7 +50,7 @@ def as_completion(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _goes_on(given: Any) -> bool:
-    """Whether the last message is the beginning of the answer."""
+    """True if the last message is the beginning of the answer."""
     if isinstance(given, str) or not given:
         return False
     last = given[-1]

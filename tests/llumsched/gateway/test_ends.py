@@ -32,7 +32,7 @@ FAILED = {"error": {"message": "the grammar cannot be compiled", "type": "Intern
 
 @dataclass
 class Said:
-    """One answer: of a status, or a stream of events that ends or breaks off."""
+    """A scripted answer: a status, or a stream of events that ends or breaks off."""
 
     events: list[bytes] = field(default_factory=list)
     status: int = 200
@@ -402,7 +402,7 @@ async def test_request_that_may_have_effects_goes_elsewhere_if_it_was_not_sent()
 
 @pytest.mark.asyncio
 async def test_request_that_may_have_effects_takes_no_connection_that_may_be_stale() -> None:
-    """Whether an engine that closes it has read the request cannot be known."""
+    """True if an engine that closes it has read the request cannot be known."""
     async with cluster(num_engines=1, mock=(engines := Scripts(script=[Said(body={}), Said(breaks=True)]))) as it:
         assert (await it.post(RESPONSES, BODY)).status == 200
         assert (await it.post(RESPONSES, PAYS)).status == 502

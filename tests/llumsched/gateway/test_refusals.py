@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused at the door: heads that cannot be read, codings, methods, paths, and handshakes that fail."""
+"""Refusals at the door: heads that cannot be read, codings, methods, paths, and handshakes that fail."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("status", "said"), [(429, MODEL_AWAY), (404, "")])
 async def test_model_that_is_away_is_waited_for_and_then_503(status: int, said: str) -> None:
-    """Whether the scheduler remembers it, or this gateway, as the scheduler was restarted."""
+    """True if the scheduler remembers it, or this gateway, as the scheduler was restarted."""
     async with scheduled(wait_scheduling_timeout_s=0.3) as (it, scheduler):
         assert (await it.post(COMPLETIONS, BODY)).status == 200
         scheduler.status, scheduler.said = status, said

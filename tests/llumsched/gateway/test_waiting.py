@@ -34,7 +34,7 @@ class Scheduler:
         """Whether only who may wait is refused."""
         self.models_without = set[str]()
         self.meets: Callable[[SchedulingRequest], bool] = lambda request: True
-        """Whether the objectives of a request can be met."""
+        """True if the objectives of a request can be met."""
         self.asked: list[SchedulingRequest] = []
         self.is_asked = asyncio.Event()
         self.released: list[str] = []

@@ -81,7 +81,7 @@ def settle(layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) ->
 
 
 def why_not(backend: Backend, layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) -> str | None:
-    """What is wrong with `backend` on `device`, by carrying it out with pages like the layout's; None if nothing is.
+    """Tries `backend` on `device` with pages like the layout's. Returns the fault, or None.
     Raises `torch.OutOfMemoryError`."""
     if backend == "torch":
         return None

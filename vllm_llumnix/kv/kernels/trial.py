@@ -22,7 +22,7 @@ from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 
 NUM_BLOCKS: Final = 2
 NUM_LAYERS: Final = 2
-"""Of each region at the most."""
+"""Most layers of each region that are tried."""
 TRIALS: Final = ((1, 0), (1,))
 """Blocks, in the order of their copy."""
 _ALIGNMENT: Final = 16

@@ -103,7 +103,7 @@ class LocalCudaTransport:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What is enqueued within goes to this transport's stream."""
+        """Sends the work enqueued within to this transport's stream."""
         with torch.cuda.device(self._storage.device), torch.cuda.stream(self._stream):
             yield
 

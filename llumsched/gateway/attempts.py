@@ -98,7 +98,8 @@ class Attempts(ABC):
         self._told_s = received.started_s
         """The time at which the client was sent something last; before that, when its request came."""
         self._is_over = False
-        """True if the stream's last bytes are being written."""
+        """True from when the stream's last bytes are being written, or the answer is another's to write: no more
+        comments."""
         self._is_spliced = False
         """True if an answer in one piece is handed on as it comes."""
         self._lost: StreamLost | None = None
@@ -172,6 +173,7 @@ class Attempts(ABC):
         try:
             return await self._run()
         finally:
+            self._is_over = True
             self._tried.end()
             self._services.trials.end(self._case)
             self._services.streamed.discard(self)

@@ -152,3 +152,30 @@ async def test_openais_own_client_leaves_comments_out() -> None:
         stream = await client.completions.create(model="mock", prompt="one", stream=True)
         assert "".join([one.choices[0].text async for one in stream]) == "ab"
         await client.close()
+
+
+@pytest.mark.asyncio
+async def test_refused_stream_gets_no_comment_after_its_answer() -> None:
+    """The round of comments goes through a list in which requests stand that have ended meanwhile."""
+
+    known = []
+
+    class All(set[Any]):
+        def add(self, one: Any) -> None:
+            known.append(one)
+            super().add(one)
+
+    async with cluster(num_engines=1, mock=Mock(status=400)) as it, asyncio.timeout(DEADLINE_S):
+        it.gateway.services.streamed = All()
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
+        content = json.dumps(BODY).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 400 ")
+        await it.until_idle()
+        (attempts,) = known
+        await attempts.keep_alive(time.monotonic(), time.monotonic())
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).count(b"HTTP/1.1 200 ") == 1
+        writer.close()
+        await writer.wait_closed()

@@ -12,12 +12,14 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -232,6 +234,61 @@ def test_a_transfer_takes_as_long_as_its_slowest_step(ends: Ends, steps: Callabl
     # Three more steps of one chunk each make 1.2.
     assert any(of_longest < 1.5 and of_sum < 0.4 for of_longest, of_sum in attempts), attempts
     ends.require_moved()
+
+
+class Lazy(Cuttable):
+    """Implements `bounce.Device`. A copy is carried out when somebody waits for it, as late as a device may do it;
+    `kept` says for each if the memory of its ids was still there."""
+
+    class Memory(np.ndarray):
+        """An array to which there are weak references."""
+
+    def __init__(self) -> None:
+        self.layout = Memory(num_blocks=8).blocks
+        self.chunk_bytes = self.layout.bytes_per_block
+        self.kept: list[bool] = []
+
+    def ids(self, block_ids: Sequence[int]) -> Uploaded:
+        memory = np.array(block_ids, np.int64).view(Lazy.Memory)
+        self._memory = weakref.ref(memory)
+        return Uploaded(np.array(block_ids, np.int64), torch.from_numpy(memory))
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def begin_gather(self, chunk: Chunk, buffer: torch.Tensor) -> Lazy:
+        return self
+
+    begin_scatter = begin_gather
+
+    def synchronize(self) -> None:
+        self.kept.append(self._memory() is not None)
+
+
+@pytest.mark.parametrize("step", ["send", "receive"])
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+def test_ids_are_kept_until_their_copies_are_over(step: str, wanted: int) -> None:
+    """The device reads them after the last copy was enqueued: freed memory may hold the ids of another transfer."""
+    device = Lazy()
+    transfer, size = Bounced(device, range(wanted), layers_outermost=False), device.chunk_bytes
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for _ in range(wanted):
+            if step == "send":
+                sent = 0
+                while sent < size:
+                    sent += transfer.send(ours, size - sent)
+                    theirs.recv(size)
+            else:
+                left = size
+                while left:
+                    theirs.sendall(bytes(part := min(left, 4096)))
+                    while part:
+                        received = transfer.receive(ours, part)
+                        part, left = part - received, left - received
+    transfer.close()
+    assert device.kept == [True] * wanted
+    assert device._memory() is None
 
 
 def failing(step: str, number: int) -> Hook:

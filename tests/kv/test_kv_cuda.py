@@ -186,6 +186,26 @@ def test_local(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     transport.close()
 
 
+def test_a_stream_that_reads_uploaded_ids_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the allocator gives their memory, once they are forgotten, to the stream on which they were uploaded."""
+    recorded: list[tuple[Any, Any]] = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+        def record_stream(self, stream: Any) -> None:
+            recorded.append((self.data_ptr(), stream))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "a lane's")
+    memory = Memory(shapes=SHAPES, seed=1)
+    there = torch.tensor([5, 0, 31]).as_subclass(OnGpu)
+    ids = kernels.Uploaded(np.array([5, 0, 31]), there)[1:]
+    storage, buffer = torch.from_numpy(memory.bytes), torch.zeros(1 << 20, dtype=torch.uint8)
+    copy = plan.planned(storage, memory.blocks, ids, buffer, to_buffer=True)
+    assert copy.ids_there is ids.there
+    assert recorded == [(ids.there.data_ptr(), "a lane's")]
+
+
 @pytest.mark.parametrize("large", [False, True], ids=["some blocks at a time", "parts of a block at a time"])
 def test_a_round_uploads_its_ids_once(large: bool, peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the tables of both layouts, whatever the number of chunks."""

@@ -59,7 +59,8 @@ class Device(Protocol):
 
 class _UnderWay(NamedTuple):
     buffer: torch.Tensor
-    size: int
+    chunk: Chunk
+    """Kept until the copy is over: the device reads its ids."""
     copy: Copy
 
 
@@ -88,9 +89,10 @@ class Bounced:
         if not self._rest:
             while self._chunks and self._free:
                 self._begin(self._device.begin_gather, self._free.popleft())
-            self._buffer, size, copy = self._under_way.popleft()
-            copy.synchronize()
-            self._rest = memoryview(self._buffer.numpy())[:size]
+            gathered = self._under_way.popleft()
+            gathered.copy.synchronize()
+            self._buffer = gathered.buffer
+            self._rest = memoryview(self._buffer.numpy())[: gathered.chunk.num_bytes]
         # Of a chunk nothing waits for the next: that is still being gathered.
         sent = send_from(connection, self._rest[:max_bytes], more=self.left == len(self._rest))
         self._advance(sent)
@@ -101,11 +103,11 @@ class Bounced:
     def receive(self, connection: socket.socket, max_bytes: int) -> int:
         if not self._rest:
             if not self._free:
-                buffer, _, copy = self._under_way.popleft()
-                copy.synchronize()
-                self._free.append(buffer)
+                scattered = self._under_way.popleft()
+                scattered.copy.synchronize()
+                self._free.append(scattered.buffer)
             self._buffer = self._free.popleft()
-            self._rest = memoryview(self._buffer.numpy())[: self._next_size()]
+            self._rest = memoryview(self._buffer.numpy())[: self._chunks[0].num_bytes]
         received = receive_into(connection, self._rest[:max_bytes])
         self._advance(received)
         if not self._rest:
@@ -114,15 +116,13 @@ class Bounced:
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # one that fails does not keep us from the others
-            while self._under_way:
-                stack.callback(self._under_way.pop().copy.synchronize)
+            stack.callback(self._under_way.clear)  # called last
+            for under_way in reversed(self._under_way):
+                stack.callback(under_way.copy.synchronize)
 
     def _begin(self, begin: Callable[[Chunk, torch.Tensor], Copy], buffer: torch.Tensor) -> None:
-        size = self._next_size()
-        self._under_way.append(_UnderWay(buffer, size, begin(self._chunks.popleft(), buffer[:size])))
-
-    def _next_size(self) -> int:
-        return self._chunks[0].num_bytes
+        chunk = self._chunks.popleft()
+        self._under_way.append(_UnderWay(buffer, chunk, begin(chunk, buffer[: chunk.num_bytes])))
 
     def _advance(self, num_bytes: int) -> None:
         self._rest = self._rest[num_bytes:]

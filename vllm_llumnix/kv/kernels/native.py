@@ -83,7 +83,7 @@ def copy_blocks_cuda(copy: BlockCopy, max_sms: int) -> None:
     with torch.cuda.device(device):
         table, ids = table_on(copy.layout, device), copy.ids_there
         stream = torch.cuda.current_stream(device).cuda_stream
-        # The memory of `ids` goes back to this stream's pool and is used again behind the kernel.
+        # `ids` may be forgotten when this returns: they were uploaded on this stream, or `ids_there` has recorded it.
         error = entry(ctypes.byref(arguments(copy, table.data_ptr(), ids.data_ptr())), max_sms, stream)
     if error:
         raise RuntimeError(f"the block copy was not launched: CUDA error {error}")

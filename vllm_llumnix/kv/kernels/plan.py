@@ -23,7 +23,7 @@ from vllm_llumnix.kv.layout import BlockLayout, Ids, TensorRegion
 class Uploaded:
     """Block ids, and the same on a device, for copies that name some of them each: a slice uploads nothing.
 
-    Whoever has it keeps it until the copies are over: the memory belongs to the stream on which it was made.
+    Its owner keeps it until the copies are over.
     """
 
     def __init__(self, ids: Ids, there: torch.Tensor) -> None:
@@ -84,8 +84,11 @@ class BlockCopy:
 
     @property
     def ids_there(self) -> torch.Tensor:
-        """The ids on the device of the storage."""
-        return on_device(self.ids, self.storage.device) if self.uploaded is None else self.uploaded
+        """The ids on the device of the storage, for a copy on the current stream."""
+        if self.uploaded is None:
+            return on_device(self.ids, self.storage.device)
+        _read_on_this_stream(self.uploaded)
+        return self.uploaded
 
     @property
     def alignment(self) -> int:
@@ -137,10 +140,15 @@ def alignment_of(layout: BlockLayout) -> int:
 def table_on(layout: BlockLayout, device: torch.device, width: int = 1) -> torch.Tensor:
     """The region table on `device`, its sizes in words of `width` bytes; uploaded once."""
     table = _table_on(layout, device, width)
-    if device.type == "cuda":
-        # It may be forgotten, and its memory used again, while another stream than the first still reads it.
-        table.record_stream(torch.cuda.current_stream(device))
+    _read_on_this_stream(table)
     return table
+
+
+def _read_on_this_stream(words: torch.Tensor) -> None:
+    """Keeps the memory from being used again, once the tensor is forgotten, while another stream than that of its
+    upload still reads it."""
+    if words.is_cuda:
+        words.record_stream(torch.cuda.current_stream(words.device))
 
 
 @functools.lru_cache(maxsize=16)

@@ -182,6 +182,16 @@ def test_the_trial_has_all_that_a_move_may_ask_for(order: str, vector: int) -> N
     assert (alignment_of(layout), False) in tried
 
 
+@pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
+@pytest.mark.parametrize("last", [8200, 4, 65536])
+def test_the_trial_has_the_alignments_of_parts_of_large_blocks(order: str, last: int) -> None:
+    """Pages of two sizes: a part with those of one size alone may be aligned better than a whole block."""
+    layout = Memory(order, [(24, 65536), (6, last)], num_blocks=5).blocks
+    tried = {alignment_of(form) for form in trial.forms(trial.few_blocks(layout))}
+    for max_bytes in (1, 65536, 1 << 18, 1 << 20, 1 << 30):
+        assert {alignment_of(part) for part in layout.split(max_bytes)} <= tried, max_bytes
+
+
 def test_parts_of_pages_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole_pages_only(copy: BlockCopy, _: int) -> None:
         if len(copy.layout.regions) > 1:
@@ -201,6 +211,8 @@ def test_triton_compiles_one_form_for_all_sizes() -> None:
 
     sizes = {param.name: param.do_not_specialize for param in triton_copy._copy_pages.params}
     assert all(sizes[name] for name in ("num_pages", "num_layers", "block_words", "num_regions"))
+    anywhere = {param.name for param in triton_copy._copy_pages.params if param.do_not_specialize_on_alignment}
+    assert "ids" in anywhere, "a slice of uploaded ids begins at a multiple of 8 bytes, not of 16"
     constants = {param.name for param in triton_copy._copy_pages.params if param.is_constexpr}
     assert constants == {"TO_BUFFER", "VECTOR", "CHUNK"}, "which the trial goes through"
 

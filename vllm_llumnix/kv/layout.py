@@ -335,7 +335,7 @@ def _split(layout: BlockLayout, max_bytes: int) -> tuple[BlockLayout, ...]:
         first = 0
         while first < region.num_layers:
             fit = min(region.num_layers - first, room // region.page_bytes)
-            if fit == 0 and parts[-1]:
+            if fit <= 0 and parts[-1]:
                 parts.append([])
                 room = max_bytes
                 continue

@@ -62,15 +62,17 @@ def why_not(carry: Carry, layout: BlockLayout, device: torch.device) -> str | No
 
 
 def forms(layout: BlockLayout) -> Iterator[BlockLayout]:
-    """The layout, and of the cuts that moves ask for (`BlockLayout.cuts`) one of each kind: kernels tell them apart by
-    their alignment, and search among regions if there are several."""
+    """The layout, and one of each kind of the cuts that moves ask for (`BlockLayout.cuts`) and of the parts in which
+    large blocks are copied (`BlockLayout.split`). Kernels tell them apart by their alignment, and search among regions
+    if there are several. A part is aligned as one of its pages, so parts of one page have all alignments."""
     found = set()
     for cut in (None, *layout.cuts()):
-        form = layout.cut(cut)
-        kind = alignment_of(form), len(form.regions) > 1
-        if kind not in found:
-            found.add(kind)
-            yield form
+        whole = layout.cut(cut)
+        for form in (whole, *whole.split(1)):
+            kind = alignment_of(form), len(form.regions) > 1
+            if kind not in found:
+                found.add(kind)
+                yield form
 
 
 def few_blocks(layout: BlockLayout) -> BlockLayout:

@@ -21,7 +21,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # One form for all sizes, and for whole pages and parts of them: for a last round of one block nothing is compiled
 # again, while its client waits.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_pages", "num_layers", "block_words", "num_regions"]
+    do_not_specialize=["num_pages", "num_layers", "block_words", "num_regions"],
+    do_not_specialize_on_alignment=["ids"],  # a slice of them begins at any multiple of 8 bytes
 )
 def _copy_pages(  # type: ignore[no-untyped-def]
     storage,

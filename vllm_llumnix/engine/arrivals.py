@@ -182,7 +182,7 @@ class Arrivals:
                 return
 
     def call_off_all(self, why: CallOff) -> None:
-        """Arrivals that the loop is about to admit are refused by the loop: see `Reservations.void`."""
+        """Revoke all pending moves. The loop refuses moves already in ADMITTING: their reservations are void."""
         for move in self.pending():
             move.feed(on.Revoked(why.at_destination, f"the destination {why.what}"))
 

@@ -129,7 +129,7 @@ class Claims:
         return held is not None and self._settle(held, on.ClaimEnded())
 
     def call_off(self) -> None:
-        """Whoever reads the blocks of a claim is told that they were not kept."""
+        """End all claims. A peer that still reads such blocks gets `intact=False` and recomputes."""
         for claim_id in list(self._claims):
             self.end(claim_id)
 

@@ -193,7 +193,7 @@ class EngineLoop:
         if self._commands or self._fences:
             return True
         engine = self.engine
-        # With several batches in flight vLLM keeps an empty one there as long as it has requests.
+        # In async mode vLLM keeps an empty batch in `batch_queue` while requests exist. Count only batches with tokens.
         computes = engine.engines_running or any(step.total_num_scheduled_tokens for _, step, _ in self._in_flight())
         asleep = self.port.only_frozen() and not (computes or self._is_draining()) and engine.is_running()
         if stock and not asleep:

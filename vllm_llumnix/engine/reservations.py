@@ -339,7 +339,7 @@ class Reservations:
             self._scheduler.max_num_active_reqs -= 1
 
     def _give_slot_back(self, request: Request) -> bool:
-        """True if it had one."""
+        """Release the request's batch slot. Returns False if it had none."""
         had_slot = request.request_id in self._with_slot
         if had_slot:
             self._with_slot.remove(request.request_id)

@@ -289,7 +289,7 @@ class SchedulerPort:
 
     @contextlib.contextmanager
     def held_aside(self) -> Iterator[None]:
-        """While it lasts the pool does not know of the blocks that moves hold. Nobody may ask it for blocks."""
+        """Hide the blocks that moves hold from the pool. Do not allocate inside this context."""
         held = [*(pin.blocks for pin in self._pins), *self.reservations.blocks()]
         for blocks in held:
             self.block_pool.free_blocks(blocks)

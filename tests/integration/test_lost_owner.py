@@ -433,7 +433,8 @@ async def test_the_own_engine_compiles_a_kernel(stage: Cast, expected: dict[str,
         stage.compile_in_next_step(victim)
         healths = await healths_until(victim, lambda: len(stream.token_ids) >= 3 * AT)
         assert_goes_on(await stream.result(), expected["greedy"], COMPILES_S + STOPPED_S)
-    assert [health for health in healths if health != Health.OK] == [Health.SUSPECT]
+    assert Health.SUSPECT in healths
+    assert Health.HUNG not in healths
     assert victim.log_text().count("goes on elsewhere") == before
     await wait_idle(victim)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llumsched.up.ports import free_port
-from tests.integration.test_cluster import PROMPT, RESCHEDULING, SECONDS, homes
+from tests.integration.test_cluster import PROMPT, RESCHEDULING, homes
 from tests.support.client import Client
 from tests.support.conservation import wait_idle
 from tests.support.control import Control, rescheduling
@@ -43,10 +43,9 @@ async def test_the_emptier_engine_gives_all_that_decodes_to_the_fuller(model_dir
                     for engine, number in placed
                     for _ in range(number)
                 ]
-                async with asyncio.timeout(SECONDS):
-                    while (await homes([many], streams))[many.name] < len(streams):
-                        assert not any(stream.done for stream in streams), await rescheduling(control.scheduler_url)
-                        await asyncio.sleep(0.1)
+                while (await homes([many], streams))[many.name] < len(streams):
+                    assert not any(stream.done for stream in streams), await rescheduling(control.scheduler_url)
+                    await asyncio.sleep(0.1)
                 for stream in streams:
                     await stream.wait_for(len(stream.token_ids) + AFTER)
                 for stream in streams:

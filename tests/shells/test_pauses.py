@@ -126,6 +126,30 @@ async def test_engine_is_paused_while_it_rescues_a_request(model_dir: Path) -> l
         return await cluster.verdict(stream)
 
 
+async def test_pause_ends_although_a_part_of_the_llumlet_fails(model_dir: Path) -> None:
+    """The parts behind it let go of what they hold, and the pause waits for no more than `QUIET_SECONDS`."""
+    async with cluster_of(model_dir, "AB") as cluster:
+        parts, client = cluster["B"].engine.agent, cluster["B"].client
+        stream = await cluster.stream("A", num_prompt=300)
+        await stream.reaches(5)
+        with (
+            mock.patch.object(pauses, "QUIET_SECONDS", 0.2),
+            mock.patch.object(agent, "QUIET_SECONDS", 0.2),
+            mock.patch.object(parts.departures, "call_off", side_effect=RuntimeError("broken")),
+            mock.patch.object(parts.claims, "call_off") as end_claims,
+            copying(cluster["B"]) as begun,
+        ):
+            moving = cluster.begin(cluster.migrate(stream))
+            await until(begun.is_set, lambda: "no copy")
+            called = cluster.begin(client.pause_scheduler_async("keep"))
+            await until(called.done, lambda: "the pause does not end")
+            assert end_claims.called
+            assert not parts.arrivals.pending()
+        await client.resume_scheduler_async()
+        await moving
+        assert not await cluster.verdict(stream)
+
+
 async def paused_again_and_again(model_dir: Path, cycles: int, *, asynchronous: bool) -> list[str]:
     """Calls of all kinds, at both engines in turn, while every stream moves from one to the other without a break."""
     async with cluster_of(model_dir, "AB", asynchronous=asynchronous) as cluster:

@@ -260,12 +260,14 @@ class LlumletAgent:
         self.arrivals.revoke_youngest()
 
     def call_off_moves(self, why: CallOff) -> None:
-        self.departures.call_off(why)
-        self.arrivals.call_off_all(why)
-        self.adoptions.rescues.call_off()
-        self.claims.call_off()
-        # A pause that waits looks again.
+        # A pause that waits looks again, whatever fails here.
         asyncio.get_running_loop().call_later(QUIET_SECONDS, self.context.loop.kick)
+        # The last one first. Each runs even if another raises; the thread logs the error.
+        with contextlib.ExitStack() as parts:
+            parts.callback(self.claims.call_off)
+            parts.callback(self.adoptions.rescues.call_off)
+            parts.callback(self.arrivals.call_off_all, why)
+            parts.callback(self.departures.call_off, why)
 
     # What API servers call as utilities of the engine, on the loop's thread
 

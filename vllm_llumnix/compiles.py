@@ -36,7 +36,7 @@ PLACE: Final = struct.Struct("<dII")
 """Seconds of the machine's monotonic clock, `under way`, process id. Nothing of a worker that has said nothing yet."""
 COMPILERS: Final = frozenset({"nvcc", "cicc", "ptxas", "hipcc", "ninja", "c++", "cc1plus", "g++", "gcc", "clang++"})
 LOOK_SECONDS: Final = 0.5
-"""Time between two looks at the processes of the machine."""
+"""Time between two looks at the processes of the machine. Each reads a file of every process."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -80,25 +80,37 @@ class Workers:
         self._memory, self._offsets = memory, offsets
         self._looked_at = -math.inf
         self._seen_at = -math.inf
+        self._look = threading.Thread()
 
     def compiled_at(self) -> float:
-        """When one of them last compiled anything, by the monotonic clock: now, if one does."""
+        """When one of them last compiled anything, by the monotonic clock: now, if one does. A thread looks for
+        compilers that are processes of their own, so the first answer does not know of them yet."""
         now = time.monotonic()
         if self._memory.closed:
             return -math.inf
         places = [PLACE.unpack_from(self._memory, offset) for offset in self._offsets]
         if any(under_way for _, under_way, _ in places):
             return now
-        if now - self._looked_at > LOOK_SECONDS:
+        workers = {process for _, _, process in places if process}
+        if workers and now - self._looked_at > LOOK_SECONDS and not self._look.is_alive():
             self._looked_at = now
-            if any(_has_compilers(process) for _, _, process in places if process):
-                self._seen_at = now
+            self._look = threading.Thread(target=self._look_below, args=(workers, now), daemon=True)
+            self._look.start()
         return max([self._seen_at, *(float(at) for at, _, process in places if process)])
 
+    def _look_below(self, workers: set[int], now: float) -> None:
+        if _have_compilers(workers):
+            self._seen_at = now
 
-def _has_compilers(process: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return any(child.name() in COMPILERS for child in psutil.Process(process).children(recursive=True))
+
+def _have_compilers(workers: set[int]) -> bool:
+    """True if a compiler runs below any of these processes. Goes through the machine's processes once for all of
+    them: those of Ray are no children of the engine."""
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] in COMPILERS:
+            with contextlib.suppress(psutil.Error):
+                if not workers.isdisjoint(parent.pid for parent in process.parents()):
+                    return True
     return False
 
 
@@ -160,7 +172,7 @@ def _watch_dynamo() -> None:
 
 
 class _WatchedCute:
-    """As vLLM's own in `jit_monitor`: `cute.compile[options]` is a compiler, too."""
+    """Wraps `cute.compile`, including `cute.compile[options]`, as vLLM's `jit_monitor` does."""
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock

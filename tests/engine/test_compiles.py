@@ -7,12 +7,14 @@ import math
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import triton
@@ -151,9 +153,35 @@ def test_compilers_of_their_own_are_found_below_a_worker(
                 assert time.monotonic() < ends, "the compiler is not seen"
                 time.sleep(0.01)
         finally:
-            subprocess.run(["pkill", "-P", str(shell.pid)], check=True)
+            for child in psutil.Process(shell.pid).children():
+                child.kill()
+    record.workers._look.join()
+    monkeypatch.setattr(compiles, "LOOK_SECONDS", math.inf)
     seen = record.workers.compiled_at()
     assert before < seen == record.workers.compiled_at()
+
+
+def test_one_look_serves_all_workers_and_nobody_waits_for_it(
+    record: StepRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The llumlet asks on its event loop. A machine with thousands of processes takes long to go through."""
+    looks, going = [], threading.Event()
+
+    def process_iter(*_: Any) -> Iterator[psutil.Process]:
+        looks.append(threading.current_thread())
+        assert going.wait(20.0)
+        return iter(())
+
+    monkeypatch.setattr(psutil, "process_iter", process_iter)
+    monkeypatch.setattr(compiles, "LOOK_SECONDS", 0.0)
+    for rank in range(2):
+        Compiles(record.place_of_workers, rank)
+    for _ in range(3):
+        record.workers.compiled_at()
+    going.set()
+    record.workers._look.join()
+    assert len(looks) == 1
+    assert looks[0] is not threading.current_thread()
 
 
 def test_without_a_record_in_shared_memory_nothing_is_watched(

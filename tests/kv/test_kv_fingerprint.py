@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +153,61 @@ def test_the_same_checkpoint_elsewhere(base: Path, tmp_path: Path) -> None:
     file.rename(copied / "renamed.safetensors")
     (copied / "pytorch_model.bin").write_bytes(b"which vLLM does not load")
     assert name_of(copied) == name_of(base)
+
+
+def with_files(directory: Path, weights: list[str], *beside: str, index: str = "") -> Path:
+    """A directory of files with names, those of weights with content of their own; `index`: a file that names these."""
+    directory.mkdir()
+    for name in weights:
+        (directory / name).write_bytes(name.encode() * 999)
+    for name in beside:
+        (directory / name).write_bytes(b"beside" * 999)
+    if index:
+        weight_map = {f"layers.{number}.weight": name for number, name in enumerate(weights)}
+        (directory / index).write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("load_format", "weights", "index", "beside"),
+    [
+        ("auto", SHARDS, "model.safetensors.index.json", "adapter_model.safetensors"),
+        ("safetensors", SHARDS, "model.safetensors.index.json", "consolidated.safetensors"),
+        ("hf", SHARDS, "model.safetensors.index.json", "consolidated.safetensors"),
+        ("mistral", ["consolidated.safetensors"], "", "model.safetensors"),
+        ("auto", ["consolidated.safetensors"], "consolidated.safetensors.index.json", "consolidated.00.safetensors"),
+        ("auto", ["pytorch_model.bin"], "", "training_args.bin"),
+        ("pt", ["model.pt"], "", "optimizer.pt"),
+        ("npcache", ["pytorch_model.bin"], "", "model.safetensors"),
+    ],
+)
+def test_files_that_vllm_does_not_load_change_nothing(
+    tmp_path: Path, load_format: str, weights: list[str], index: str, beside: str
+) -> None:
+    """One machine has them, its peer has not, and both engines have loaded the same model."""
+    without = with_files(tmp_path / "without", weights, index=index)
+    beside_it = with_files(tmp_path / "with", weights, beside, index=index)
+    assert name_of(beside_it, load_format) == name_of(without, load_format)
+    (beside_it / weights[-1]).write_bytes(b"of another model" * 999)
+    assert name_of(beside_it, load_format) != name_of(without, load_format)
+
+
+def test_mistral_files_come_first_where_vllm_prefers_them(tmp_path: Path) -> None:
+    both = with_files(tmp_path / "both", ["model.safetensors", "consolidated.safetensors"])
+    one = with_files(tmp_path / "one", ["consolidated.safetensors"])
+    assert name_of(both, "auto") == name_of(one, "auto") == name_of(both, "mistral")
+    assert name_of(both, "hf") != name_of(one, "auto")
+
+
+def test_the_log_says_how_long_the_samples_of_how_many_files_took(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm_llumnix")
+    name_of(with_files(tmp_path / "model", SHARDS))
+    assert "sampled 2 files of" in caplog.text
 
 
 def test_weights_that_are_made_up_or_fetched_from_elsewhere(base: Path, caplog: pytest.LogCaptureFixture) -> None:

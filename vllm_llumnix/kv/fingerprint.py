@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +23,15 @@ _NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version
 SAMPLED_BYTES = 4096
 SAMPLED_ROWS = 64
 SAMPLED_PLACES = 1024
-"""In a checkpoint, of `SAMPLED_BYTES` each. Of layers that are a hundredth of it, some ten are looked at."""
+"""Samples per checkpoint, `SAMPLED_BYTES` each. A layer with 1 % of the bytes gets about ten."""
 _OF_KEYS_AND_VALUES = ("k_scale", "v_scale")
 _PLACES_IN_A_FILE = 8
 """At least."""
-_WEIGHTS = ("consolidated*.safetensors", "*.safetensors", "*.bin", "*.pt", "*.gguf", "*.tensors")
+_MISTRAL = "consolidated*.safetensors"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.tensors")
 """Files of a checkpoint, those first that vLLM prefers."""
+_WEIGHTS_OF = {"auto": (_MISTRAL, *_WEIGHTS), "mistral": (_MISTRAL,), "npcache": ("*.bin",), "pt": ("*.pt",)}
+"""The same for load formats that prefer others."""
 
 
 def text_config_of(model: Any) -> str:
@@ -54,28 +58,47 @@ def checkpoint_of(model: Any, load: Any) -> str:
         return ""
     address = model.model_weights or model.model
     try:
-        files = _files_of(address, model.revision, load.download_dir)
+        began = time.monotonic()
+        files = _files_of(address, model.revision, load)
         places = max(_PLACES_IN_A_FILE, SAMPLED_PLACES // len(files))
         described: list[Any] = sorted(_sampled_file(file, places) for file in files)
+        logger.info("sampled %d files of %s in %.1f s", len(files), address, time.monotonic() - began)
     except (OSError, ValueError) as error:
         logger.warning("the checkpoint of %s is known by this address alone: %s", address, error)
         described = [address, model.revision]
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
-def _files_of(address: str, revision: str | None, cache: str | None) -> list[Path]:
-    """Raises OSError or ValueError if it names nothing on this machine."""
+def _files_of(address: str, revision: str | None, load: Any) -> list[Path]:
+    """The files from which vLLM loads the weights, and none that lies beside them. Raises OSError or ValueError if the
+    address names nothing on this machine."""
     path = Path(address)
     if path.is_file():
         return [path]
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
-        path = Path(snapshot_download(address, revision=revision, cache_dir=cache, local_files_only=True))
-    for pattern in _WEIGHTS:
-        if found := [*path.glob(pattern)]:
-            return found
+        path = Path(snapshot_download(address, revision=revision, cache_dir=load.download_dir, local_files_only=True))
+    for pattern in _WEIGHTS_OF.get(load.load_format, _WEIGHTS):
+        if files := _loaded([str(file) for file in path.glob(pattern)], path, pattern):
+            return files
     raise FileNotFoundError(f"{path} has no weights of a kind that is known")
+
+
+def _loaded(found: list[str], directory: Path, pattern: str) -> list[Path]:
+    """Leaves out the files that vLLM does not load: those that an index does not name, the state of a training.
+    Raises FileNotFoundError if the index of a checkpoint names a file that is missing."""
+    from vllm.model_executor.model_loader.weight_utils import (
+        filter_duplicate_safetensors_files,
+        filter_files_not_needed_for_inference,
+    )
+
+    if found and pattern.endswith(".safetensors"):
+        prefix = "consolidated" if pattern == _MISTRAL else "model"
+        found = filter_duplicate_safetensors_files(found, str(directory), f"{prefix}.safetensors.index.json")
+    else:
+        found = filter_files_not_needed_for_inference(found)
+    return [Path(file) for file in found]
 
 
 def _sampled_file(file: Path, places: int) -> tuple[int, str]:

@@ -309,6 +309,8 @@ class Attempts(ABC):
         self._tried.taken_by(placed.backend)
         self._out, self._is_spliced = out, True
         part, tail = first, b""
+        is_judged = self._work is Work.TOKENS and answer.status == 200
+        end: End | None = None
         try:
             await out.prepare(self._request)
             while part:
@@ -316,10 +318,15 @@ class Attempts(ABC):
                 call.is_writing = True
                 await out.write(part)
                 call.is_writing = False
-                tail = (tail + part)[-_MOST_TAIL_BYTES:]
+                tail += part
+                end = end or (ends.of_part(tail, self._style, is_last=False) if is_judged else None)
+                tail = tail[-_MOST_TAIL_BYTES:]
                 part = await answer.read()
             call.is_writing = self._is_delivered = True
             self._answered(tail, placed.backend)
+            if is_judged and (end or ends.of_part(tail, self._style, is_last=True)):
+                self._record.status = errors.UpstreamFailed.status
+                self._services.backends.doubt(placed.backend)
             await out.write_eof()
         except ConnectionError as error:
             raise ClientGone from error

@@ -77,7 +77,11 @@ _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
 """Fields that have an engine fetch, or keep, a KV or encoder cache: they name hosts, ports and blocks, perhaps another
 client's. Engines read them of the arguments for extensions, too."""
 
-_CLIENTS_TOOLS: Final = (None, "function", "custom")
+_CLIENTS_TOOLS: Final = re.compile(
+    r"function|custom|local_shell|shell|apply_patch|computer|computer_use_preview"
+    r"|(?:bash|computer|memory|text_editor)_[0-9]+"
+)
+"""Types of tools that the client itself runs; the last ones are Anthropic's, with a date."""
 _SEVERAL: Final = re.compile(rb"\s*\[\s*[\[\"]")
 """The beginning of an array of prompts, or of conversations."""
 _MOST_SEQUENCES: Final = 1 << 20
@@ -117,7 +121,7 @@ def _checked(head: _Read) -> Head:
     may_transfer = head.kv_transfer_params or head.ec_transfer_params or head.vllm_xargs or sampling
     head.transfers = _transfers(head, sampling.get("extra_args")) if may_transfer else ""
     tools = head.tools if isinstance(head.tools, list) else ()
-    head.runs_tools = any(isinstance(tool, dict) and tool.get("type") not in _CLIENTS_TOOLS for tool in tools)
+    head.runs_tools = any(isinstance(tool, dict) and not _is_clients(tool.get("type")) for tool in tools)
     several = head.prompt if _SEVERAL.match(head.prompt) else head.messages if _SEVERAL.match(head.messages) else None
     head.num_prompts = 1 if several is None else len(_decoded(_ARRAY, several)) or 1
     num_each = max(_number(head.n) or 1, _number(head.best_of) or 1, _number(sampling.get("n")) or 1)
@@ -125,6 +129,10 @@ def _checked(head: _Read) -> Head:
     head.most_output = _number(head.max_completion_tokens) or _number(head.max_tokens)
     head.most_output = head.most_output or _number(head.max_output_tokens) or _number(sampling.get("max_tokens"))
     return head
+
+
+def _is_clients(tool_type: Any) -> bool:
+    return tool_type is None or (isinstance(tool_type, str) and _CLIENTS_TOOLS.fullmatch(tool_type) is not None)
 
 
 def _number(value: Any) -> int | None:

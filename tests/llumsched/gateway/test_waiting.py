@@ -5,24 +5,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 import pytest
 
 from llumlet.types import Address
 from llumsched.contract import Endpoint, LLMInstance, SchedulingRequest
-from llumsched.gateway.backends import Backends
+from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded
 from llumsched.gateway.outliers import Limits
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.scheduled import Scheduled
 from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime, SchedulerAnswer
+from llumsched.gateway.waiting import Queues, Waiting
 from llumsched.request import Request
 from llumsched.simulator.clock import VirtualLoop
 
 _SCHEDULER = Address("scheduler", 1)
+_BACKEND = Backends((), None, Limits(0.5), {}).at(Address("127.0.0.1", 9))  # type: ignore[arg-type]
 
 
 class Scheduler:
@@ -190,7 +192,7 @@ def test_however_many_wait_only_a_few_are_asked_for_in_a_round(loop: VirtualLoop
         await asyncio.sleep(0.5)
         before = len(world.scheduler.asked)
         await asyncio.sleep(1)
-        assert 1 < len(world.scheduler.asked) - before <= 4 * 10, "ten rounds a second"
+        assert 1 < len(world.scheduler.asked) - before <= (4 + 4) * 10, "ten rounds a second"
         assert world.placement.num_waiting == 500
         world.scheduler.room = 500
         await asyncio.gather(*tasks)
@@ -339,6 +341,69 @@ def test_request_behind_many_impossible_ones_is_asked_for(loop: VirtualLoop) -> 
         for one in attack:
             one.cancel()
         await world.placement.close()
+
+    play(scenario(), loop)
+
+
+async def _time_of_newcomer(refused: Iterable[Waiting], newcomer: Waiting) -> tuple[bool, float]:
+    """Whether it is held up by requests that nothing takes, and the time until it has a place, which is there."""
+    clock = asyncio.get_running_loop().time
+
+    async def place(waiting: Waiting) -> Placed:
+        if waiting is not newcomer:
+            raise NotInTime("late") if waiting.asked.has_objectives else NoEndpoint("all others are busy")
+        return Placed(waiting.asked, _BACKEND)
+
+    queues = Queues(place, lambda placed: None, 0.1, clock)
+    tasks = [asyncio.create_task(queues.wait(one)) for one in refused]
+    await asyncio.sleep(0.15)
+    is_held_up, began_s = queues.holds_up(newcomer), clock()
+    await queues.wait(newcomer)
+    took_s = clock() - began_s
+    for task in tasks:
+        task.cancel()
+    await queues.close()
+    return is_held_up, took_s
+
+
+def _waiting(asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()) -> Waiting:
+    now_s = asyncio.get_running_loop().time()
+    return Waiting(asked, excluded, shunned, now_s, now_s + 60, in_time_until_s=now_s + 60)
+
+
+@pytest.mark.parametrize("closed", [{"excluded": {_BACKEND}}, {"shunned": {_BACKEND}}], ids=["excluded", "shunned"])
+def test_retried_requests_do_not_hold_up_one_that_may_use_the_instance_they_left(
+    loop: VirtualLoop, closed: dict[str, Collection[Backend]]
+) -> None:
+    async def scenario() -> None:
+        refused = [_waiting(Request(f"{each}", "m", 100), **closed) for each in range(4)]
+        is_held_up, took_s = await _time_of_newcomer(refused, _waiting(Request("newcomer", "m", 100, priority=1)))
+        assert not is_held_up
+        assert took_s < 0.2, "two rounds"
+
+    play(scenario(), loop)
+
+
+def test_late_prompts_do_not_hold_up_one_that_may_be_in_a_cache(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        def asked(name: str, num_tokens: int, first: bytes) -> Waiting:
+            blocks = first * 8 + bytes(8 * (num_tokens // 16 - 1))
+            return _waiting(Request(name, "m", num_tokens, 0, 3000.0, prompt_blocks=blocks, prompt_block_size=16))
+
+        refused = [asked(f"{each}", 1024, b"%d" % each) for each in range(4)]
+        is_held_up, took_s = await _time_of_newcomer(refused, asked("cached", 1200, b"c"))
+        assert not is_held_up
+        assert took_s < 0.2, "two rounds"
+
+    play(scenario(), loop)
+
+
+def test_request_that_four_refusals_speak_against_is_asked_for_in_the_same_round(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        refused = [_waiting(Request(f"{each}", "m", 100)) for each in range(4)]
+        is_held_up, took_s = await _time_of_newcomer(refused, _waiting(Request("newcomer", "m", 100, priority=1)))
+        assert is_held_up
+        assert took_s < 0.2, "two rounds"
 
     play(scenario(), loop)
 

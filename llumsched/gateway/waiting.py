@@ -9,8 +9,8 @@ has given the fewest tokens so far (fairness between keys); then the earliest de
 for its first token has the end of its wait as its deadline. In the last quarter of its wait a request counts as one of
 the most urgent of its queue (ageing).
 
-A refusal tells something only of requests that need at least as much: as long a prompt, objectives as tight. A request
-with objectives that no instance can meet therefore delays none that asks for less.
+A refusal tells something only of requests that need at least as much (`Waiting.needs_as_much_as`). A request with
+objectives that no instance can meet therefore delays none that asks for less.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime
 from llumsched.request import Request
 
 _IN_VAIN: Final = 4
-"""Refusals in a round after which requests that need at least as much are not asked for."""
+"""Refusals in a round after which requests that need at least as much are not asked for in their order. So many others
+are then asked for that were not asked for the longest: a refusal may be wrong about them."""
 _MOST_IN_VAIN: Final = 12
-"""Refusals of requests in their order after which a round asks for those that were not asked for the longest."""
+"""Refusals in a round after which no request is asked for in its order."""
 _REQUEST_TOKENS: Final = 64
 """Tokens that a request counts for, beside its prompt, when the queue is shared between keys."""
 _AGED_SHARE: Final = 0.75
@@ -49,11 +50,11 @@ class Waiting:
     since_s: float
     """When it was to be placed first."""
     until_s: float
-    """When it waits no longer for there to be an instance."""
+    """Deadline for finding any instance."""
     key: str = ""
     """Name of its client's API key."""
     in_time_until_s: float = -math.inf
-    """When it waits no longer for one that meets its objectives; never before: it does not wait for that."""
+    """Deadline for finding an instance that meets the objectives; -inf if it does not wait for one."""
     is_shed: bool = False
     """Whether it is refused then, rather than placed where its objectives are missed."""
     reason: NoEndpoint | None = None
@@ -92,12 +93,16 @@ class Waiting:
         return self.deadline_s <= now_s
 
     def needs_as_much_as(self, other: Waiting) -> bool:
-        """True if a refusal of the other one tells that this one is refused as well."""
+        """True if a refusal of the other one tells that this one is refused as well: its prompt is as long, its
+        objectives are as tight, and it may use no instance that the other one may not. A prompt that begins otherwise
+        may be in a cache, and in time where the other one is late."""
         mine, its = self.asked, other.asked
         return (
             mine.prompt_num_tokens >= its.prompt_num_tokens
             and (mine.ttft_slo_ms or math.inf) <= (its.ttft_slo_ms or math.inf)
             and (mine.tpot_slo_ms or math.inf) <= (its.tpot_slo_ms or math.inf)
+            and (not isinstance(other.reason, NotInTime) or mine.prompt_blocks.startswith(its.prompt_blocks))
+            and {*self.excluded, *self.shunned}.issuperset((*other.excluded, *other.shunned))
         )
 
     def stands_before(self, newcomer: Waiting, now_s: float) -> bool:
@@ -155,8 +160,8 @@ class Queues:
         interval_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """`place` raises NoEndpoint for who is to wait on; whatever else it raises ends the waiting. `give_back`: a
-        place that nobody wants any more. `interval_s`: between two rounds."""
+        """`place` raises NoEndpoint to keep a request waiting; any other exception fails it. `give_back` takes a place
+        that nobody wants any more. `interval_s`: time between two rounds."""
         self._place, self._give_back, self._interval_s, self._clock = place, give_back, interval_s, clock
         self._of_model: dict[str, _Queue] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
@@ -221,9 +226,9 @@ class Queues:
             is_worth_it = len(refused) < _MOST_IN_VAIN and _may_find_a_place(waiting, refused)
             if (is_worth_it or waiting.is_over(now_s)) and not await self._try(queue, waiting, now_s):
                 refused.append(waiting)
-        if len(refused) >= _MOST_IN_VAIN:
-            longest_ago = sorted(queue.waiting, key=lambda one: one.asked_s)[:_IN_VAIN]
-            for waiting in longest_ago:
+        if len(refused) >= _IN_VAIN:
+            not_asked = [one for one in queue.waiting if one.asked_s < now_s and not one.place.done()]
+            for waiting in sorted(not_asked, key=lambda one: one.asked_s)[:_IN_VAIN]:
                 await self._try(queue, waiting, now_s)
 
     async def _try(self, queue: _Queue, waiting: Waiting, now_s: float) -> bool:

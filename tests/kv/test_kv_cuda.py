@@ -35,7 +35,9 @@ from tests.kv.fakes import (
 )
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import data_plane, kernels, mover
+from vllm_llumnix.kv import fingerprint as kv_fingerprint
 from vllm_llumnix.kv import memory as kv_memory
+from vllm_llumnix.kv import worker as kv_worker
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.cuda_share import require_plausible
@@ -260,7 +262,7 @@ def out_of(memory: str) -> Any:
     return full
 
 
-@pytest.mark.parametrize("of", ["lanes", "trial", "local"])
+@pytest.mark.parametrize("of", ["lanes", "trial", "local", "fingerprint", "embeddings"])
 @pytest.mark.asyncio
 async def test_without_gpu_memory_for_copying_a_worker_starts_without_moves(
     of: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -273,6 +275,10 @@ async def test_without_gpu_memory_for_copying_a_worker_starts_without_moves(
             monkeypatch.setattr(torch, "empty_like", out_of(of))
         case "local":
             monkeypatch.setattr(data_plane, "LocalCudaTransport", out_of(of))
+        case "fingerprint":
+            monkeypatch.setattr(kv_fingerprint, "_sampled", out_of(of))
+        case "embeddings":
+            monkeypatch.setattr(kv_worker, "common_fingerprint", out_of(of))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     memory = Memory(shapes=SHAPES, seed=2)
     monkeypatch.setattr(data_plane, "share", lambda _: shared(memory))

@@ -49,7 +49,7 @@ def test_experts_that_are_elsewhere_on_every_rank(scattered: dict) -> None:
     assert fingerprint(model(0, **scattered)) != fingerprint(model(0, router=2.0, **scattered))
 
 
-def test_parameters_that_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_that_cannot_be_read(llumlet_log: pytest.LogCaptureFixture) -> None:
     """They are there by name, shape and type: no reason not to start."""
 
     def with_meta(router: float, rows: int = 2) -> torch.nn.Module:
@@ -58,7 +58,7 @@ def test_parameters_that_cannot_be_read(caplog: pytest.LogCaptureFixture) -> Non
         return built
 
     assert fingerprint(with_meta(1.0)) == fingerprint(with_meta(1.0))
-    assert "the weights of absent are not part of" in caplog.text
+    assert "the weights of absent are not part of" in llumlet_log.text
     assert len({fingerprint(with_meta(1.0)), fingerprint(with_meta(2.0)), fingerprint(with_meta(1.0, 3))}) == 3
 
 
@@ -98,6 +98,22 @@ def test_an_embedding_that_cannot_be_read_is_no_reason_not_to_start() -> None:
     assert common_fingerprint(absent, 0) == common_fingerprint(absent, 1) != 0
 
 
+def test_fingerprint_without_gpu_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that was left out would make this engine another than its equals."""
+
+    def full(*_: Any) -> bytes:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    table = torch.arange(64.0).reshape(8, 8)
+    embedding = torch.nn.ModuleDict({"embed_tokens": VocabParallelEmbedding(table, 0, 1)})
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "__getitem__", full)
+        for sampled in (lambda: fingerprint(embedding), lambda: common_fingerprint(embedding, 0)):
+            with pytest.raises(torch.OutOfMemoryError):
+                sampled()
+    assert fingerprint(embedding)
+
+
 def test_however_many_ranks() -> None:
     table = torch.arange(1001 * 8, dtype=torch.float32).reshape(1001, 8)
     alone = split(table, 1.0, 1)
@@ -105,14 +121,14 @@ def test_however_many_ranks() -> None:
     assert len({alone, split(table, 2.0, 2), split(table + 1, 1.0, 2), split(table.flip(0), 1.0, 2)}) == 4
 
 
-def test_rows_of_embeddings_that_nobody_knows_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_embeddings_that_nobody_knows_are_left_out(llumlet_log: pytest.LogCaptureFixture) -> None:
     """As of a plugin that shards them by names of its own: no reason not to start."""
     table = torch.arange(64.0).reshape(8, 8)
     by_name, packed = (torch.nn.ModuleDict({"embed_tokens": VocabParallelEmbedding(table, 0, 1)}) for _ in range(2))
     del by_name["embed_tokens"].shard_indices
     packed["embed_tokens"].weight = torch.nn.Parameter(table[:2].flatten()[:4])
     assert common_fingerprint(by_name, 0) == common_fingerprint(packed, 0) == 0
-    assert caplog.text.count("embeddings embed_tokens are not part of") == 2
+    assert llumlet_log.text.count("embeddings embed_tokens are not part of") == 2
 
 
 def scaled(k_scale: float = 1.0, w_scale: float = 1.0) -> torch.nn.Module:
@@ -203,25 +219,27 @@ def test_mistral_files_come_first_where_vllm_prefers_them(tmp_path: Path) -> Non
 
 
 def test_the_log_says_how_long_the_samples_of_how_many_files_took(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, llumlet_log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "vllm_llumnix")
+    llumlet_log.set_level(logging.INFO, "vllm.llumnix")
     name_of(with_files(tmp_path / "model", SHARDS))
-    assert "sampled 2 files of" in caplog.text
+    assert "sampled 2 files of" in llumlet_log.text
 
 
-def test_weights_that_are_made_up_or_fetched_from_elsewhere(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_are_made_up_or_fetched_from_elsewhere(base: Path, llumlet_log: pytest.LogCaptureFixture) -> None:
     assert name_of(base, "dummy") == name_of("no/such", "dummy") == ""
     (here, there) = (name_of(base, model_weights=f"s3://bucket/{name}") for name in ("base", "tuned"))
     assert len({here, there, name_of(base)}) == 3
     assert here == name_of("/another/place", model_weights="s3://bucket/base")
-    assert "s3://bucket/base is known by this address alone" in caplog.text
+    assert "s3://bucket/base is known by this address alone" in llumlet_log.text
 
 
-def test_a_directory_without_weights_is_known_by_its_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_without_weights_is_known_by_its_address(
+    tmp_path: Path, llumlet_log: pytest.LogCaptureFixture
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):
         directory.mkdir()
         (directory / "config.json").write_text("{}")
     assert name_of(first) != name_of(second)
-    assert "has no weights of a kind that is known" in caplog.text
+    assert "has no weights of a kind that is known" in llumlet_log.text

@@ -68,11 +68,15 @@ class DataPlane:
     """The data plane of one worker, running from here on. `unavailable`: why none of its blocks can be moved, if so; a
     GPU without memory for copying them is such a reason.
 
+    out_of_memory: the error of an earlier use of the GPU, if it had no memory for that.
+
     Raises OSError, ValueError, `zmq.ZMQError` if an endpoint cannot be had, TransportUnavailable without a transport
     that is required.
     """
 
-    def __init__(self, worker: Worker, settings: WorkerSettings) -> None:
+    def __init__(
+        self, worker: Worker, settings: WorkerSettings, out_of_memory: torch.OutOfMemoryError | None = None
+    ) -> None:
         self._settings = settings
         device = str(worker.device.type)
         self.layout, self.unavailable = _layout_or_reason(worker, device)
@@ -89,6 +93,8 @@ class DataPlane:
         # Torch allocates on a thread's current device, which is the first one unless somebody says otherwise.
         self._at_start = partial(torch.cuda.set_device, worker.device) if device == "cuda" else lambda: None
         transports: list[Transport] = []
+        if out_of_memory is not None:
+            self._do_without(out_of_memory)
         if self.unavailable is None:
             storage = storage_of(worker.model_runner) if device == "cuda" else None
             try:

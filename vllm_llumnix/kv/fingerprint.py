@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.llumnix")
 
 _NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
 """What a model's configuration says of where it came from: the same model may lie under another path."""
@@ -117,7 +117,8 @@ def fingerprint(model: torch.nn.Module) -> str:
     workers that loaded the same weights in the same way. vLLM's CPU build moves the weights of
     linear layers into packed buffers and leaves empty parameters; there the embeddings and norms
     speak for the model, beside its checkpoint. They do, too, where data-parallel ranks share the experts out or
-    experts change places: every rank holds others, and the KV cache knows nothing of them.
+    experts change places: every rank holds others, and the KV cache knows nothing of them. Raises
+    `torch.OutOfMemoryError`.
     """
     digest, scattered = 0, _scattered_experts(model)
     scales = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("_scale"))
@@ -134,7 +135,7 @@ def common_fingerprint(model: torch.nn.Module, rank_in_tensor_group: int) -> int
 
     Made of the norms' weights and of the numbers by which keys and values are scaled in an fp8 cache, which every rank
     of a tensor-parallel group has and the first speaks of, and of up to 64 rows of the token embeddings, each by the
-    rank that has it. Linear layers are another matter: see `checkpoint_of`.
+    rank that has it. Linear layers are another matter: see `checkpoint_of`. Raises `torch.OutOfMemoryError`.
     """
     total = 0
     for name, module in model.named_modules():
@@ -157,6 +158,8 @@ def _sampled_rows(name: str, embedding: torch.nn.Module) -> Iterator[tuple[str, 
         begin, end = embedding.shard_indices.org_vocab_start_index, embedding.shard_indices.org_vocab_end_index
         rows = sorted({index * embedding.org_vocab_size // SAMPLED_ROWS for index in range(SAMPLED_ROWS)})
         found = [(f"{name} {row}", embedding.weight[row - begin]) for row in rows if begin <= row < end]
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, IndexError, RuntimeError, TypeError) as error:
         logger.warning("the embeddings %s are not part of the model's fingerprint: %s", name, error)
         return
@@ -180,6 +183,8 @@ def _sampled_or_nothing(name: str, parameter: torch.Tensor) -> bytes:
     """Nothing on the meta device, or of a type that this device cannot index: the others speak for the model."""
     try:
         return _sampled(parameter)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError) as error:
         logger.warning("the weights of %s are not part of the model's fingerprint: %s", name, error)
         return b""

@@ -50,9 +50,15 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
     device = str(worker.device.type)
     if device == "cpu":
         _permit_amx()
-    plane = DataPlane(worker, settings)
     tensor_parallel = worker.vllm_config.parallel_config.tensor_parallel_size
     layers = worker.vllm_config.compilation_config.static_forward_context
+    weights, common_weights, out_of_memory = "", 0, None
+    try:
+        weights = fingerprint(worker.model_runner.model)
+        common_weights = common_fingerprint(worker.model_runner.model, worker.rank % tensor_parallel)
+    except torch.OutOfMemoryError as error:
+        out_of_memory = error
+    plane = DataPlane(worker, settings, out_of_memory)
     if device == "cuda":
         _watch_sleep(worker)
         _watch_captures(worker)
@@ -71,8 +77,8 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
             memory=plane.description,
             isa=arrangement_of(worker, device),
             device=device,
-            weights=fingerprint(worker.model_runner.model),
-            common_weights=common_fingerprint(worker.model_runner.model, worker.rank % tensor_parallel),
+            weights=weights,
+            common_weights=common_weights,
             config=text_config_of(worker.vllm_config.model_config),
             caches=caches_of(worker.model_runner, layers),
             attention=backends_of(layers),

@@ -202,8 +202,8 @@ def _attempted(
 
 
 def _next(made: list[Part], rungs: list[Numerics]) -> Numerics | None:
-    """The numerics of the first attempt, or of one more because those before leave open what tokens tell. One that is
-    wrong only by its tokens is no better for another, but whoever looks for the fault knows more."""
+    """The numerics of the first attempt, or of one more because those before leave open what tokens tell. A cell
+    whose tokens differ stays wrong. Further numerics are tried only to help find the cause."""
     if any(attempt.get("left") for attempt in made):
         return None
     if [(attempt["numerics"], attempt["verdict"]) for attempt in made] == [("as started", "unrun")]:

@@ -176,7 +176,7 @@ class Progress:
         if stalled <= limit:
             return Health.OK
         if not busy:
-            # Of what is compiled nobody knows how long it takes; behind it, the step begins anew.
+            # A compilation has no expected duration. When it ends, the step gets its full limit again.
             quiet, longest = self._clock() - self._compiled_at(), limit + RESCUE_SECONDS
             hung = min(stalled, quiet) > longest or (quiet < stalled and stalled > max(longest, self._utility_seconds))
         else:

@@ -25,8 +25,8 @@ from vllm_llumnix.kv.kernels import Chunk, Uploaded
 from vllm_llumnix.kv.layout import BlockLayout, Cut
 
 SCRATCH_BYTES: Final = 1 << 20
-"""Bytes of a GPU's blocks that cross at a time; one block at least, if it is no large one. What is said to the GPU for
-each is a few dozen microseconds, and a connection's share of a pull, 4 MiB at least, should be several of them."""
+"""Bytes per chunk (at least one block unless blocks are large). Launching a chunk costs some 30 µs. A connection's
+share of a pull, 4 MiB at least, should be several chunks."""
 LARGE_BLOCK_BYTES: Final = 4 << 20
 """Larger blocks cross in parts: those of models with several kinds of layers have dozens of MiB, of a memory that vLLM
 has taken almost all of."""

@@ -34,7 +34,7 @@ from vllm_llumnix.kv.transport.local import LocalTransport
 BUFFER_BYTES: Final = 8 << 20
 """Several blocks, parts of a large one, or one page."""
 AHEAD: Final = 2
-"""Chunks that the GPU has been told of: it goes on with the next while we hear of the one before."""
+"""Chunks enqueued ahead, so that the GPU copies one while the host waits for the one before."""
 WAITER: Final = "llumnix-gpu"
 
 
@@ -53,7 +53,7 @@ class LocalCudaTransport:
         self._identities = LocalTransport(layout)
         self._buffer = torch.empty(max(BUFFER_BYTES, layout.largest_page), dtype=torch.uint8, device=storage.device)
         self._stream = torch.cuda.Stream(storage.device)
-        # Whoever touches the GPU says which.
+        # Each thread must select its CUDA device.
         at_start = partial(torch.cuda.set_device, storage.device) if storage.device.type == "cuda" else None
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix=WAITER, initializer=at_start)
         self._mapped: dict[PeerMemory, torch.Tensor] = {}

@@ -286,6 +286,7 @@ class Backends:
             del self._by_address[backend.address]
         self.outliers.forget(backend)
         self.pace.forget(backend)
+        del self._accused[backend]
 
     async def try_ejected(self, backend: Backend) -> None:
         """Has an ejected instance compute one token: only who can gets requests again. One that refuses may want a key,
@@ -311,7 +312,10 @@ class Backends:
 
     def settled(self, backend: Backend, *, is_proven: bool) -> None:
         """Notes that more will not be known of one of these requests."""
-        self._accused[backend] -= 1
+        if self._accused[backend] > 1:
+            self._accused[backend] -= 1
+        else:
+            del self._accused[backend]  # it may be forgotten already
         if not is_proven:
             self.doubt(backend)
 

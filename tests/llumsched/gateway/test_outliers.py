@@ -20,6 +20,7 @@ from aiohttp import web
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.causes import Cause
+from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.outliers import Limits, Outliers, Pace
 from llumsched.gateway.retries import RetryBudget, backoff_s
@@ -217,6 +218,21 @@ def test_slow_is_who_is_ten_times_slower_than_most_with_the_same_model(clock: Cl
     assert pace.slow_among("ab") == {}
     clock.now_s += 60
     assert pace.slow_among("abcd") == {}, "nothing of that is recent"
+
+
+@pytest.mark.asyncio
+async def test_accused_instances_that_are_gone_leave_nothing_behind() -> None:
+    async with aiohttp.ClientSession() as session:
+        backends = Backends((), session, Limits(0.5), {})
+        for number in range(10):
+            backend = backends.at(Address(f"host-{number}", 1))
+            backends.accuse(backend)
+            if number % 2:
+                backends.settled(backend, is_proven=True)
+                assert not backends._accused
+            backends._forget(backend)
+            backends.settled(backend, is_proven=True)
+        assert not backends._accused
 
 
 # The budget

@@ -18,6 +18,9 @@ from llumsched.gateway.key_file import Allowance, read_keys
 from llumsched.gateway.objectives import Objectives
 
 _MINUTE_S: Final = 60.0
+UNLIMITED_SHARE: Final = 4
+"""Share of `tokens_in_flight`, one in so many, that the output of a request without a limit counts for at most: such a
+request seldom comes near the model's length, which alone may be more than the whole allowance."""
 _MOST_SECRETS: Final = 32
 
 
@@ -136,8 +139,8 @@ class Tenant:
 
     @contextmanager
     def tokens(self, num_prompt: int, num_output: int) -> Iterator[None]:
-        """Counts the tokens that a request may take while the block runs. One whose output may be longer than the limit
-        has it for itself. Raises Exceeded."""
+        """Counts the tokens that a request may take while the block runs. A request that may generate more
+        than the limit runs alone. Raises Exceeded."""
         most = self.allowance.tokens_in_flight
         number = num_prompt + num_output
         if most is not None:

@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from llumsched.gateway import errors, objectives
 from llumsched.gateway.access_log import AccessLogger
-from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused, Tenant
+from llumsched.gateway.api_keys import TENANT, UNLIMITED_SHARE, Exceeded, Limit, PriorityRefused, Tenant
 from llumsched.gateway.attempts import Attempts
 from llumsched.gateway.body import PRIORITY_HEADERS, Body, Head, Prompt
 from llumsched.gateway.chats.form import Form
@@ -173,12 +173,14 @@ class Exchanges:
         """Has a request count for its key, until `held` is closed. Raises Exceeded."""
         num_sequences, num_output = body.head.num_sequences, body.head.most_output
         held.enter_context(tenant.sequences(num_sequences - 1))
-        if not tenant.allowance.tokens_in_flight or found.path.work is Work.TEXT:
+        most = tenant.allowance.tokens_in_flight
+        if not most or found.path.work is Work.TEXT:
             return
         if found.path.work is Work.BATCH:
             num_output = 0
         elif num_output is None:
-            num_output = max(0, self._services.backends.max_model_len(body.model) - prompt.num_tokens)
+            left = self._services.backends.max_model_len(body.model) - prompt.num_tokens
+            num_output = max(0, min(left, most // UNLIMITED_SHARE))
         num_prompt = prompt.num_tokens * max(1, num_sequences // body.head.num_prompts)
         held.enter_context(tenant.tokens(num_prompt, num_sequences * num_output))
 

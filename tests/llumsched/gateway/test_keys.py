@@ -233,7 +233,7 @@ async def test_a_key_has_so_many_tokens_in_flight(write: Write) -> None:
         running = asyncio.create_task(it.post(COMPLETIONS, long, _with(FIRST)))
         await until(lambda: it.engines.answering)
         it.engines.interval_s = 0.0
-        for more in ({"prompt": [1] * 2, "max_tokens": 3}, {"prompt": [1, 2], "max_tokens": 1, "n": 2}, {"prompt": [1]},
+        for more in ({"prompt": [1] * 2, "max_tokens": 3}, {"prompt": [1, 2], "max_tokens": 1, "n": 2}, {"prompt": [1] * 3},
                      {"prompt": [[1], [2]], "max_completion_tokens": 2}):  # fmt: skip
             body = {name: value for name, value in BODY.items() if name != "max_tokens"} | more
             await _refusal(it, FIRST, Limit.TOKENS, body)
@@ -243,6 +243,21 @@ async def test_a_key_has_so_many_tokens_in_flight(write: Write) -> None:
         await it.until_idle()
         assert (await it.post(COMPLETIONS, BODY | {"prompt": [1] * 10, "max_tokens": 900}, _with(FIRST))).status == 200
         await _refusal(it, FIRST, Limit.TOKENS, BODY | {"prompt": [1] * 11})
+
+
+@pytest.mark.asyncio
+async def test_requests_without_a_limit_share_the_tokens_in_flight(write: Write) -> None:
+    """The model's length alone is more than half of the allowance."""
+    unlimited = {name: value for name, value in BODY.items() if name != "max_tokens"} | {"prompt": [1] * 100}
+    async with cluster(num_engines=1, api_key_file=write({"a": {"keys": [FIRST], "tokens_in_flight": 200_000}})) as it:
+        it.gateway.backends.max_model_len = lambda _: 131_072  # type: ignore[method-assign]
+        it.engines.interval_s = 60.0
+        running = [asyncio.create_task(it.post(COMPLETIONS, unlimited, _with(FIRST))) for _ in range(3)]
+        await until(lambda: len(it.engines.answering) == 3)
+        await _refusal(it, FIRST, Limit.TOKENS, unlimited)
+        for task in running:
+            task.cancel()
+        await it.until_idle()
 
 
 @pytest.mark.asyncio

@@ -37,8 +37,8 @@ class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     requests_per_minute: float | None = None
     concurrent_requests: int | None = None
     tokens_in_flight: int | None = None
-    """Limit of the tokens of its requests together: prompts, and the most that they may generate. Output without a limit
-    counts as a quarter of it at most."""
+    """Limit of the tokens of its requests together: prompts, and the most that they may generate. Output without a
+    limit counts as a quarter of it at most."""
     best_priority: int | None = 0
     """The lowest `priority` that its requests may have (as for vLLM, lower ones come first, and none is 0); null: any.
     """

@@ -233,8 +233,8 @@ async def test_a_key_has_so_many_tokens_in_flight(write: Write) -> None:
         running = asyncio.create_task(it.post(COMPLETIONS, long, _with(FIRST)))
         await until(lambda: it.engines.answering)
         it.engines.interval_s = 0.0
-        for more in ({"prompt": [1] * 2, "max_tokens": 3}, {"prompt": [1, 2], "max_tokens": 1, "n": 2}, {"prompt": [1] * 3},
-                     {"prompt": [[1], [2]], "max_completion_tokens": 2}):  # fmt: skip
+        for more in ({"prompt": [1] * 2, "max_tokens": 3}, {"prompt": [1, 2], "max_tokens": 1, "n": 2},
+                     {"prompt": [1] * 3}, {"prompt": [[1], [2]], "max_completion_tokens": 2}):  # fmt: skip
             body = {name: value for name, value in BODY.items() if name != "max_tokens"} | more
             await _refusal(it, FIRST, Limit.TOKENS, body)
         assert (await it.post(COMPLETIONS, BODY | {"prompt": [1] * 2, "max_tokens": 2}, _with(FIRST))).status == 200

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -166,13 +167,15 @@ class ApiKeys:
         self._known: tuple[dict[str, Tenant], HashedKeys[str]] = ({}, HashedKeys({}))
         self.secrets: tuple[bytes, ...] = ()
         """Secrets made of the file as it is and as it was, the newest first, that no client knows."""
+        self._reloading = threading.Lock()
         # Asked by `reload` alone, which may take long, and never on the event loop.
         self._file = Current(self._load, "API keys", path, clock=lambda: 0.0)
 
     def reload(self) -> None:
         """Reads the file if it has changed. One that cannot be used changes nothing, but is told in the log. Any thread
-        may call it: ten thousand keys take 40 ms."""
-        self._file.look()
+        may call it, and finds the file read when it returns: ten thousand keys take 40 ms."""
+        with self._reloading:
+            self._file.look()
 
     def _load(self, path: str) -> None:
         allowances = read_keys(path)

@@ -79,7 +79,7 @@ class Exchanges:
             record.num_input_tokens = prompt.num_tokens
             record.preprocess_s = time.monotonic() - started_s
             self._services.budget.requested()
-            stored, own_response = self._stored(body, found, record.key), ""
+            stored, own_response = await self._stored(body, found, record.key), ""
             if stored is not None and found.path.kind is not Kind.STICKY:
                 body = body.with_fields(previous_response_id=stored.own)
             if found.path.keeps_answers:
@@ -190,7 +190,7 @@ class Exchanges:
             return Continuing(self._services, received)
         return Passing(self._services, received, found.path)
 
-    def _stored(self, body: Body, found: Found, key: str) -> Stored | None:
+    async def _stored(self, body: Body, found: Found, key: str) -> Stored | None:
         """The response that a request is about, or goes on from. Raises UnknownResponse, NoInstance."""
         shown: Any = None
         if found.path.kind is Kind.STICKY:
@@ -199,7 +199,7 @@ class Exchanges:
             shown = body.head.previous_response_id
         if not shown:
             return None
-        stored = self._services.stored.find(shown, key) if isinstance(shown, str) else None
+        stored = await self._services.stored.find(shown, key) if isinstance(shown, str) else None
         if stored is None and self._services.backends.refreshed_s == -math.inf:
             raise errors.NoInstance("No instance was asked yet.", retry_after_s=1)
         if stored is None:

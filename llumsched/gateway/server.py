@@ -126,7 +126,11 @@ class Gateway:
             self.upstream,
             self.metrics,
             self._tokens,
-            StoredResponses(self.backends, lambda: self._keys.secrets if self._keys else _NO_SECRETS),
+            StoredResponses(
+                self.backends,
+                lambda: self._keys.secrets if self._keys else _NO_SECRETS,
+                self._keys.reload if self._keys else None,
+            ),
         )
         self.exchanges = Exchanges(self.services, self.access_log)
         self._refusals = Refusals(self.metrics, self.access_log)

@@ -7,12 +7,13 @@ The id that a client gets says where that is and whose it is, so that nobody is 
 
 `home` is a name of the instance, `tag` a MAC over home, number and the name of the client's key. The secret of both is
 made of all keys of `--api-key-file`: all workers and gateways that have this file, and later ones, read each other's
-ids, and no client knows it. Without the file there is one client, and no secret. When the file changes, ids of before
-are read by the processes that live.
+ids, and no client knows it. Without the file there is one client, and no secret. Running
+processes still accept ids made with the previous file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import hashlib
@@ -47,10 +48,11 @@ def new_id() -> str:
 
 
 class StoredResponses:
-    def __init__(self, backends: Backends, secrets: Secrets) -> None:
-        """`secrets`: the newest first, which is used for new ids."""
+    def __init__(self, backends: Backends, secrets: Secrets, renew: Callable[[], None] | None = None) -> None:
+        """`secrets`: the newest first, which is used for new ids. `renew` brings them up to date, in any thread."""
         self._backends = backends
         self._secrets = secrets
+        self._renew = renew
 
     def shown(self, own: str, backend: Backend, key: str) -> str:
         """The id for a client. `key`: the name of its API key."""
@@ -58,17 +60,25 @@ class StoredResponses:
         home, number = _home(secret, str(backend)), own.removeprefix("resp_")
         return f"resp_{home}{_tag(secret, home, number, key)}_{number}"
 
-    def find(self, shown: str, key: str) -> Stored | None:
+    async def find(self, shown: str, key: str) -> Stored | None:
         """The response of that id, if it may be this key's and its instance is known."""
         match = _SHOWN.fullmatch(shown)
         if match is None:
             return None
         home, tag, number = match.groups()
-        for secret in self._secrets():
-            if hmac.compare_digest(_tag(secret, home, number, key), tag):
-                found = (backend for backend in self._backends if _home(secret, str(backend)) == home)
-                return next((Stored(shown, f"resp_{number}", backend) for backend in found), None)
-        return None
+        secret = self._secret_of(home, tag, number, key)
+        if secret is None and self._renew is not None:  # another worker may have seen a change of the keys before
+            await asyncio.to_thread(self._renew)
+            secret = self._secret_of(home, tag, number, key)
+        if secret is None:
+            return None
+        found = (backend for backend in self._backends if _home(secret, str(backend)) == home)
+        return next((Stored(shown, f"resp_{number}", backend) for backend in found), None)
+
+    def _secret_of(self, home: str, tag: str, number: str, key: str) -> bytes | None:
+        """The secret that an id was made with."""
+        matching = (one for one in self._secrets() if hmac.compare_digest(_tag(one, home, number, key), tag))
+        return next(matching, None)
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -17,6 +17,7 @@ from llumsched.gateway.api_keys import ApiKeys
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.server import Gateway
+from llumsched.gateway.sse import event
 from llumsched.gateway.stored import StoredResponses, new_id
 from tests.llumsched.gateway.support import Cluster, Reply, until
 from tests.llumsched.gateway.test_paths import BODY, RESPONSES, STREAMED, STREAMS, Engine, engines
@@ -81,6 +82,17 @@ async def test_stored_response_is_asked_of_the_instance_that_its_id_names() -> N
 
 
 @pytest.mark.asyncio
+async def test_stream_of_a_stored_response_says_how_it_ended() -> None:
+    async with engines(2) as (it, mock):
+        shown, _ = await _made(it, mock)
+        created = event({"type": "response.created", "response": {"status": "in_progress"}, "sequence_number": 0})
+        ended = {"type": "response.incomplete", "response": {"status": "cancelled"}, "sequence_number": 1}
+        mock.events = [created, event(ended)]
+        reply = await it.get(f"{RESPONSES}/{shown}?stream=true")
+        assert (reply.status, reply.content) == (200, b"".join(mock.events))
+
+
+@pytest.mark.asyncio
 async def test_no_id_makes_the_gateway_ask_an_instance_that_does_not_have_it() -> None:
     async with engines(MANY) as (it, mock):
         shown, _ = await _made(it, mock)
@@ -129,20 +141,40 @@ async def test_another_gateway_reads_the_ids_of_the_first(keys: Callable[..., st
             assert (await _get(it, f"{RESPONSES}/{shown}", name, second.port)).json["port"] == port
 
 
-def test_ids_are_read_after_the_keys_have_changed_but_not_by_who_lost_its_key(keys: Callable[..., str]) -> None:
+@pytest.mark.asyncio
+async def test_id_made_after_a_change_of_the_keys_is_read_at_once(keys: Callable[..., str]) -> None:
+    """Another worker has read the changed file, and this one has not yet."""
+    file = keys()
+    found = ApiKeys(file)
+    backend = Backend(Endpoint(Address("127.0.0.1", 1)))
+    here = StoredResponses([backend], lambda: found.secrets, found.reload)  # type: ignore[arg-type]
+    KEYS["c"] = "sk-of-c-0123456789"
+    try:
+        keys()
+    finally:
+        del KEYS["c"]
+    other = ApiKeys(file)
+    there = StoredResponses([backend], lambda: other.secrets)  # type: ignore[arg-type]
+    shown = there.shown(new_id(), backend, "a")
+    assert await here.find(shown, "b") is None
+    assert await here.find(shown, "a")
+
+
+@pytest.mark.asyncio
+async def test_ids_are_read_after_the_keys_have_changed_but_not_by_who_lost_its_key(keys: Callable[..., str]) -> None:
     found = ApiKeys(keys())
     backend = Backend(Endpoint(Address("127.0.0.1", 1)))
     stored = StoredResponses([backend], lambda: found.secrets)  # type: ignore[arg-type]
     shown = stored.shown(new_id(), backend, "a")
-    assert stored.find(shown, "a")
+    assert await stored.find(shown, "a")
     KEYS["c"] = "sk-of-c-0123456789"
     try:
         keys()
         found.reload()
     finally:
         del KEYS["c"]
-    assert stored.find(shown, "a")
-    assert not stored.find(shown, "b")
+    assert await stored.find(shown, "a")
+    assert not await stored.find(shown, "b")
     assert stored.shown(new_id(), backend, "a")[5:13] != shown[5:13], "the newest secret is used"
 
 

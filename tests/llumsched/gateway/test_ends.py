@@ -7,9 +7,11 @@ import asyncio
 import io
 import json
 import re
+import timeit
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -167,6 +169,19 @@ def test_each_api_has_its_own_words_in_one_piece(style: Style, document: Any, en
     assert ends.of_answer(json.dumps(document).encode(), style) is end
 
 
+def test_judging_a_long_answer_makes_no_objects_of_its_logprobs() -> None:
+    """It is done on the event loop, on which all streams move."""
+    token: dict[str, Any] = {"token": "a", "logprob": -0.1, "bytes": [97]}
+    logprobs = [token | {"top_logprobs": [token] * 5}] * 8000
+    output = [{"type": "message", "content": [{"type": "output_text", "text": "x", "logprobs": logprobs}]}]
+    body = json.dumps({"object": "response", "status": "completed", "output": output}).encode()
+    judged = min(timeit.repeat(lambda: ends.of_answer(body, Style.RESPONSES), number=1, repeat=9))
+    assert judged < 0.5 * min(timeit.repeat(lambda: msgspec.json.decode(body), number=1, repeat=9))
+    streamed = event({"type": "response.completed", "response": json.loads(body)})
+    judged = min(timeit.repeat(lambda: ends.in_events(streamed, Style.RESPONSES), number=1, repeat=9))
+    assert judged < 0.5 * min(timeit.repeat(lambda: msgspec.json.decode(streamed[6:]), number=1, repeat=9))
+
+
 # Aborts
 
 
@@ -213,6 +228,25 @@ async def test_aborted_answer_in_one_piece_is_asked_for_elsewhere(path: str, abo
         reply = await it.post(path, BODY)
         assert (reply.status, reply.json) == (200, whole)
         assert len(set(engines.asked)) == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("reason", "status"), [("stop", 200), ("abort", 502), (None, 502)])
+@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])
+async def test_abort_of_a_long_answer_in_one_piece_is_counted(path: str, reason: str | None, status: int) -> None:
+    """The client has its beginning by then, and learns of it by what the engine says."""
+    text, rest = "x" * (2 << 20), {"prompt_token_ids": [1] * 4000}
+    body: dict[str, Any] = {"choices": [{"text": text, "finish_reason": reason or "error"} | rest]}
+    if path == MESSAGES:
+        end = {"stop_reason": "end_turn"} if reason == "stop" else {}
+        body = {"type": "message", "content": [{"text": text}]} | end
+    async with cluster(mock=Scripts(script=[Said(body=body)])) as it:
+        reply = await it.post(path, BODY)
+        assert (reply.status, reply.json) == (200, body)
+        await it.until_idle()
+        text = (await it.get("/metrics")).content.decode()
+        assert f'status_code="{status}"}} 1.0' in text
+        await _doubts_end(it)
 
 
 MESSAGE = [
@@ -352,6 +386,27 @@ PAYS = {
         (RESPONSES, {"tools": [{"type": "function", "name": "f"}]}, ""),
         (RESPONSES, {"tools": [{"type": "function", "name": "f"}, {"type": "code_interpreter"}]}, "it may have called"),
         (MESSAGES, {"tools": [{"name": "f"}]}, ""),
+        (
+            MESSAGES,
+            {
+                "tools": [
+                    {"type": kind}
+                    for kind in ("bash_20250124", "text_editor_20250728", "computer_20250124", "memory_20250818")
+                ]
+            },
+            "",
+        ),
+        (
+            RESPONSES,
+            {
+                "tools": [
+                    {"type": kind}
+                    for kind in ("local_shell", "shell", "apply_patch", "computer", "computer_use_preview")
+                ]
+            },
+            "",
+        ),
+        (MESSAGES, {"tools": [{"type": "bash_code_execution"}, {"type": ["shell"]}]}, "it may have called a tool"),
         (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "it may have called a tool"),
         (MESSAGES, {"mcp_servers": [{"url": "http://bank"}]}, "it may have called a tool"),
         (RESPONSES, {"background": True}, "background"),

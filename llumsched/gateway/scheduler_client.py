@@ -46,6 +46,8 @@ from llumsched.tls import client_context
 _log = logging.getLogger(__name__)
 _AWAY_S: Final = 1.0
 """Least time for which a scheduler that failed a request is left alone."""
+_ASK_AGAIN_S: Final = 3.0
+"""Time after a failed request after which one request asks a scheduler again that answers probes alone."""
 _PROBE_S: Final = 0.3
 """Time between two probes of each scheduler."""
 _PROBE_LIMIT_S: Final = 0.6
@@ -132,7 +134,7 @@ class SchedulerClient:
         for offset in range(len(self._in_turn)):
             number = (first + offset) % len(self._in_turn)
             scheduler = self._in_turn[number]
-            if not scheduler.answers:
+            if not (scheduler.answers or scheduler.takes_trial()):
                 continue
             try:
                 result = _result(scheduler.address, *await self._ask(scheduler, request, body))
@@ -171,7 +173,7 @@ class SchedulerClient:
                 with scheduler.waited_for(waiting):
                     return await asyncio.shield(asking)
         except (TimeoutError, asyncio.CancelledError) as error:
-            if isinstance(error, TimeoutError) and scheduler.answers:
+            if isinstance(error, TimeoutError) and (scheduler.answers or scheduler.unanswered is not None):
                 scheduler.unanswered = asking
             self._abandon(asking, scheduler.address, request)
             raise
@@ -196,6 +198,7 @@ class SchedulerClient:
         if self.is_away or number != self._current:
             _log.warning("requests are placed by the scheduler %s now", self._in_turn[number].address)
         self._current, self.is_away = number, False
+        self._in_turn[number].answered()
 
     async def instances(self) -> list[Address]:
         """The API servers of all instances that the scheduler knows; none if it does not say."""
@@ -269,7 +272,10 @@ class _Scheduler:
         self.answers = True
         """True if requests ask it, as far as the last probe and the last request tell."""
         self.unanswered: asyncio.Task[tuple[int, bytes]] | None = None
-        """The last question that it left open though it answers probes. Until it answers, it is asked no other."""
+        """The pending `/schedule` call that timed out, though probes are answered. Until it ends, one request every
+        `_ASK_AGAIN_S` asks again, as it may be one connection that is dead."""
+        self._takes_trial = False
+        self._ask_again_s = -math.inf
         self._left_alone_until_s = -math.inf
         self._num_silent = 0
         self._limits: set[asyncio.Timeout] = set()
@@ -277,8 +283,19 @@ class _Scheduler:
 
     def failed(self) -> None:
         """Notes that it failed a request."""
-        self.answers = False
-        self._left_alone_until_s = time.monotonic() + _AWAY_S
+        self.answers, now_s = False, time.monotonic()
+        self._left_alone_until_s, self._ask_again_s = now_s + _AWAY_S, now_s + _ASK_AGAIN_S
+
+    def answered(self) -> None:
+        """Notes that it answered a request."""
+        self.answers, self.unanswered, self._takes_trial = True, None, False
+
+    def takes_trial(self) -> bool:
+        """True, once, if a request is to find out whether it answers again."""
+        takes, self._takes_trial = self._takes_trial, False
+        if takes:
+            self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
+        return takes
 
     @contextmanager
     def waited_for(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -300,12 +317,14 @@ class _Scheduler:
         except (aiohttp.ClientError, OSError):
             self._gone()
         else:
-            self._num_silent = 0
-            is_waited_for = self.unanswered is not None and not self.unanswered.done()
-            self.answers = self.answers or (time.monotonic() >= self._left_alone_until_s and not is_waited_for)
+            self._num_silent, now_s = 0, time.monotonic()
+            if self.unanswered is not None and self.unanswered.done():
+                self.unanswered = None
+            self.answers = self.answers or (now_s >= self._left_alone_until_s and self.unanswered is None)
+            self._takes_trial = self.unanswered is not None and now_s >= self._ask_again_s
 
     def _gone(self) -> None:
-        self.answers = False
+        self.answers = self._takes_trial = False
         for limit in self._limits:
             if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())

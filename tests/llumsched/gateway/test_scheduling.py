@@ -755,7 +755,10 @@ async def test_hung_scheduler_costs_no_request_its_time() -> None:
 
 
 @pytest.mark.asyncio
-async def test_scheduler_that_leaves_a_question_unanswered_is_not_asked_another() -> None:
+async def test_scheduler_that_leaves_a_question_unanswered_is_not_asked_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_client, "_ASK_AGAIN_S", 3600.0)
     async with scheduled() as (it, scheduler):
         await it.post(COMPLETIONS, BODY)
         scheduler.may_place = asyncio.Event()
@@ -770,6 +773,35 @@ async def test_scheduler_that_leaves_a_question_unanswered_is_not_asked_another(
         await until(lambda: all(one.answers for one in _client(it)._in_turn))
         assert (await it.post(COMPLETIONS, BODY)).status == 200
         assert len(scheduler.of("/schedule")) == 3
+
+
+@pytest.mark.asyncio
+async def test_one_dead_connection_keeps_requests_from_the_scheduler_for_seconds_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_client, "_ASK_AGAIN_S", 0.0)
+    async with scheduled() as (it, scheduler):
+        await it.post(COMPLETIONS, BODY)
+        scheduler.may_place = open_question = asyncio.Event()
+        _answers_within(it, 0.3)
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+        (known,) = _client(it)._in_turn
+        await until(lambda: known._takes_trial)
+        monkeypatch.setattr(scheduler_client, "_ASK_AGAIN_S", 3600.0)
+        asked = asyncio.gather(*(it.post(COMPLETIONS, BODY) for _ in range(4)))
+        assert {reply.status for reply in await asked} == {200}
+        assert len(scheduler.of("/schedule")) == 3, "one request finds out"
+        assert not known.answers
+
+        scheduler.may_place = asyncio.Event()
+        scheduler.may_place.set()
+        _answers_within(it, DEADLINE_S)
+        known._ask_again_s = 0.0
+        await until(lambda: known._takes_trial)
+        for _ in range(3):
+            assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert len(scheduler.of("/schedule")) == 6, "while the first question is still open"
+        open_question.set()
 
 
 @pytest.mark.asyncio

@@ -215,14 +215,23 @@ def test_releases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_were_exchanged() -> None:
     memory = decode_memory(msgspec.msgpack.encode(SourceMemory(facts(), [], weight_version="7")))
     memory.require_alike(facts(), "7")
-    memory.require_cache_alike(facts())
+    memory.require_cache_alike(facts(), 0)
     with pytest.raises(Refused, match="of version '0' here, and not '7'") as refused:
         memory.require_alike(facts(), "0")
     assert refused.value.reason is Reason.OTHER_WEIGHTS
     with pytest.raises(Refused, match="model differ"):
         memory.require_alike(facts(model="#13"), "")
     with pytest.raises(Refused, match="stays behind: pages differ"):
-        memory.require_cache_alike(facts(pages="#0"))
+        memory.require_cache_alike(facts(pages="#0"), 0)
+
+
+def test_weights_of_one_name_that_were_exchanged() -> None:
+    memory = decode_memory(msgspec.msgpack.encode(SourceMemory(facts(), [], weight_version="7", num_weight_changes=1)))
+    memory.require_alike(facts(), "7")
+    memory.require_cache_alike(facts(), 1)
+    with pytest.raises(Refused, match="stays behind: weights were changed 2 times here, 1 there") as refused:
+        memory.require_cache_alike(facts(), 2)
+    assert refused.value.reason is Reason.OTHER_WEIGHTS
 
 
 def test_a_kernel_that_cannot_be_compiled_is_no_reason_not_to_start(

@@ -222,10 +222,32 @@ def test_calls_that_may_change_weights_end_moves(call: tuple[str, str], model_di
         _pause_complete=lambda: True,
         _notify_idle_state_callbacks=lambda: None,
         collective_rpc=lambda method: [method],
-        set_weight_version=lambda version: version,
+        get_weight_version=lambda: "default",
+        set_weight_version=lambda version: None,
     )
     pauses.watch(engine)
     name, argument = call
-    assert getattr(engine, name)(argument)
+    getattr(engine, name)(argument)
     assert told == [CHANGED]
     assert told[0].at_destination is Reason.OTHER_WEIGHTS
+
+
+def test_changes_of_weights_are_counted_until_they_have_a_new_name(model_dir: Path) -> None:
+    pauses, told = watched(Rig(model_dir))
+    names = ["default"]
+    engine = SimpleNamespace(
+        _pause_complete=lambda: True,
+        _notify_idle_state_callbacks=lambda: None,
+        collective_rpc=lambda method, *args: [method],
+        get_weight_version=lambda: names[-1],
+        set_weight_version=names.append,
+    )
+    pauses.watch(engine)
+    assert engine.collective_rpc("list_loras") == ["list_loras"]
+    assert (pauses.num_changes, told) == (0, []), "it changes nothing"
+    engine.collective_rpc("update_weights", None)
+    engine.collective_rpc("reload_weights")
+    engine.set_weight_version("default")
+    assert pauses.num_changes == 2, "the same name says nothing new"
+    engine.set_weight_version("7")
+    assert (pauses.num_changes, names[-1]) == (0, "7")

@@ -153,7 +153,8 @@ async def check_weights(pair: Pair, at: str, prompt: list[int], old: Path, new: 
     move, _ = await interrupted(pair, target, CALLS["weights"], prompt, **update)
     assert (move.phase, move.reason) == ("stayed", "other_weights"), move
     for server in pair:
-        await post(server, "/collective_rpc", **update)
+        if server is not target:
+            await post(server, "/collective_rpc", **update)
     assert (await post(pair.a, "/reset_prefix_cache"))["success"]
     outputs = [await continuation(server, prompt, salt) for server in pair for salt in ("new", None)]
     for server in pair:

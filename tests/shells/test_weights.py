@@ -92,3 +92,25 @@ async def test_a_move_waits_for_the_update(model_dir: Path) -> list[str]:
         cluster["A"].engine.set_weight_version("7")
         assert (await cluster.migrate(stream)).phase == MovePhase.MOVED
         return await cluster.verdict(stream)
+
+
+@failure(
+    "only one of two engines has got other weights yet, and nobody names them",
+    "reserving",
+    "the KV cache stays behind: the request comes with its tokens alone",
+)
+@retold
+async def test_kv_cache_waits_for_weights_without_a_name(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir, "AB") as cluster:
+        stream, other = await cluster.stream("A", num_prompt=300), await cluster.stream("A", num_prompt=300)
+        await stream.reaches(5)
+        await other.reaches(5)
+        await cluster["B"].client.collective_rpc_async("update")
+        move = await cluster.migrate(stream)
+        assert (move.phase, move.copied_bytes) == (MovePhase.MOVED, 0)
+        assert "weights were changed 1 times here, 0 there" in move.tokens_alone
+        await cluster["A"].client.collective_rpc_async("update")
+        move = await cluster.migrate(other)
+        assert (move.phase, move.tokens_alone) == (MovePhase.MOVED, "")
+        assert move.copied_bytes
+        return await cluster.verdict(stream)

@@ -64,7 +64,9 @@ class ArrivingBlocks:
             return f"at the destination: {reason}"
         memory.require_reachable(context.config.reaches)
         try:
-            memory.require_cache_alike(context.identity.facts, of_any_block_size=self._pairing is not None)
+            memory.require_cache_alike(
+                context.identity.facts, context.num_weight_changes, of_any_block_size=self._pairing is not None
+            )
             self.transport = await context.movers.probe(memory, self._pairing.cuts if self._pairing else WHOLE)
         except (Refused, TransportError) as error:
             if may_stay:

@@ -46,6 +46,13 @@ class EngineContext:
         """vLLM's name of the weights that are loaded at this moment."""
         return str(self.engine.get_weight_version())
 
+    @property
+    def num_weight_changes(self) -> int:
+        """See `Pauses.num_changes`."""
+        return self.loop.pauses.num_changes
+
     def offered_memory(self, capability: bytes) -> bytes:
         """The place where the KV cache of this engine's workers lies, for a peer that will have blocks granted."""
-        return self.movers.offer(self.identity.facts, capability, self.weight_version)
+        # A new name comes before its count of 0: read the other way round, 0 never goes with the old name.
+        num_changes = self.num_weight_changes
+        return self.movers.offer(self.identity.facts, capability, self.weight_version, num_changes)

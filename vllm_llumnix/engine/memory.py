@@ -39,12 +39,14 @@ class SourceMemory(msgspec.Struct, frozen=True):
 
     `capability` is the migration's: blocks are granted under it, where they are not simply read. `weight_version` is
     vLLM's name of the weights that are loaded at this moment: they can be exchanged while an engine runs.
+    `num_weight_changes` is `Pauses.num_changes`; 0 from a peer that does not send it.
     """
 
     facts: EngineFacts
     ranks: list[PeerMemory]
     capability: bytes = b""
     weight_version: str = ""
+    num_weight_changes: int = 0
 
     def require_reachable(self, reach: Reach) -> None:
         """Raises Refused(address_refused): nobody makes us connect to where peers do not live."""
@@ -60,11 +62,16 @@ class SourceMemory(msgspec.Struct, frozen=True):
             raise Refused(Reason.INCOMPATIBLE_ENGINE, difference)
         require_weights(self.weight_version, weight_version)
 
-    def require_cache_alike(self, facts: EngineFacts, *, of_any_block_size: bool = False) -> None:
-        """Raises Refused(incompatible_engine) unless the bytes mean the same in the engine that is described.
-        `of_any_block_size`: parts of blocks can be copied."""
+    def require_cache_alike(
+        self, facts: EngineFacts, num_weight_changes: int, *, of_any_block_size: bool = False
+    ) -> None:
+        """Raises Refused(incompatible_engine, other_weights) unless the bytes mean the same in the engine that is
+        described. `of_any_block_size`: parts of blocks can be copied."""
         if (difference := facts.why_not_cache(self.facts, of_any_block_size=of_any_block_size)) is not None:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, f"the KV cache stays behind: {difference}")
+        if self.num_weight_changes != num_weight_changes:
+            problem = f"weights were changed {num_weight_changes} times here, {self.num_weight_changes} there"
+            raise Refused(Reason.OTHER_WEIGHTS, f"the KV cache stays behind: {problem}")
 
 
 def require_weights(theirs: str, ours: str) -> None:
@@ -173,9 +180,11 @@ class Movers:
         """KV bytes of one block over all layers and ranks."""
         return sum(memory.layout.bytes_per_block for memory in self._memories)
 
-    def offer(self, facts: EngineFacts, capability: bytes = b"", weight_version: str = "") -> bytes:
+    def offer(self, facts: EngineFacts, capability: bytes, weight_version: str, num_weight_changes: int) -> bytes:
         """The place where the KV cache of all ranks lies, for `decode_memory`. See `SourceMemory`."""
-        return msgspec.msgpack.encode(SourceMemory(facts, self._memories, capability, weight_version))
+        return msgspec.msgpack.encode(
+            SourceMemory(facts, self._memories, capability, weight_version, num_weight_changes)
+        )
 
     def next_job(self) -> int:
         """A number by which `pull` and `stop` know one copy."""

@@ -33,6 +33,9 @@ from vllm_llumnix.engine.vllm_types import Engine
 QUIET_SECONDS: Final = 5.0
 """How long a pause waits for blocks that peers may still read, or movers write."""
 
+READ_ONLY: Final = frozenset({"check_health", "compute_weight_checksums", "list_loras", "synchronize_device"})
+"""Methods of vLLM's workers that leave the weights as they are."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallOff:
@@ -55,6 +58,10 @@ class Pauses:
         self._port = port
         self._tell = tell
         self._quiet_at = 0.0
+        self.num_changes = 0
+        """Calls that may have changed the weights since they were last given a new name. Engines whose weights have one
+        name but different counts exchange no KV cache: a trainer may have come to only one of them so far. Any thread
+        may read it."""
         scheduler = port.scheduler
         set_pause_state, reset = scheduler.set_pause_state, scheduler.reset_prefix_cache
 
@@ -89,7 +96,7 @@ class Pauses:
         SEAMS.wrap(engine, "EngineCoreProc._pause_complete", pause_complete)
         SEAMS.wrap(engine, "EngineCoreProc._notify_idle_state_callbacks", notify_idle_state_callbacks)
         SEAMS.wrap(engine, "EngineCore.collective_rpc", self._changing_weights(engine.collective_rpc))
-        SEAMS.wrap(engine, "EngineCore.set_weight_version", self._changing_weights(engine.set_weight_version))
+        SEAMS.wrap(engine, "EngineCore.set_weight_version", self._naming_weights(engine, engine.set_weight_version))
 
     def call_off(self, why: CallOff) -> None:
         self._port.reservations.void(why.at_destination, f"the destination {why.what}")
@@ -104,8 +111,23 @@ class Pauses:
 
         # vLLM decodes a utility's arguments by its signature.
         @functools.wraps(stock)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.call_off(CHANGED)
-            return stock(*args, **kwargs)
+        def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+            if method not in READ_ONLY:
+                self.num_changes += 1
+                self.call_off(CHANGED)
+            return stock(method, *args, **kwargs)
 
-        return call
+        return collective_rpc
+
+    def _naming_weights(self, engine: Engine, stock: Callable[[str], None]) -> Callable[[str], None]:
+        """A new name says which weights these are, whatever was called before."""
+
+        @functools.wraps(stock)
+        def set_weight_version(weight_version: str) -> None:
+            self.call_off(CHANGED)
+            is_new = weight_version != engine.get_weight_version()
+            stock(weight_version)
+            if is_new:
+                self.num_changes = 0
+
+        return set_weight_version

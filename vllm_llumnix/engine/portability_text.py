@@ -174,6 +174,10 @@ by reading |
 | the checkpoint: a fine-tune, or an adapter that was merged | refused, whatever is accepted: samples of its files \
 count, wherever they lie; of weights that were not read from files on the machine, the address | `test_refusals`, \
 `test_kv_fingerprint` |
+| weights exchanged in place (`/collective_rpc`, `/update_weights`) since they were last given a new name \
+(`/update_weight_version`) | another name: refused. The same name but another number of such calls: with tokens alone, \
+because the update may not have come to both yet. An engine that was restarted has a number of its own: it exchanges \
+no KV cache until all engines are given a new name | `test_weights` |
 | model, weights, data types, quantization, `--enable-lora`, speculation, the mode of log probabilities, \
 sampling masks, watermark, markers of reasoning, logits processors, \
 V1 and V2 runner | refused, with what it is | `test_refusals`, `test_facts` |

@@ -130,7 +130,7 @@ class _Fetching:
         try:
             self._memory = memory = decode_memory(self._claim.source_memory)
             memory.require_alike(context.identity.facts, context.weight_version)
-            memory.require_cache_alike(context.identity.facts)
+            memory.require_cache_alike(context.identity.facts, context.num_weight_changes)
             memory.require_reachable(context.config.reaches)
             self._transport = await context.movers.probe(memory)
             computed_tokens = self._machine.computed_tokens

@@ -22,7 +22,7 @@ class HashedKeys(Generic[Owner]):
         self._owners = {_digest_of(key): owner for owner, own in keys.items() for key in own}
 
     def digest(self) -> bytes:
-        """A secret that everybody has who has all keys, and nobody else."""
+        """A secret derived from all keys: the same in every process that reads the same file."""
         return hashlib.sha256(b"".join(sorted(self._owners))).digest()
 
     def whose(self, shown: str) -> Owner | None:

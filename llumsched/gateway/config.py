@@ -72,9 +72,9 @@ class Config:
     metrics_host: str = _listening.setting(
         "127.0.0.1",
         kinds.text("HOST"),
-        "to listen at for /metrics, and /ready with its reasons; beyond this machine with the certificate, and no key",
+        "address for /metrics and /ready; beyond loopback it uses --ssl-certfile and asks for no key",
     )
-    metrics_port: int = _listening.setting(8004, kinds.port(), "of --metrics-host; 0: any free one")
+    metrics_port: int = _listening.setting(8004, kinds.port(), "port for /metrics and /ready; 0 picks a free port")
     workers: int = _listening.setting(
         1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port"
     )
@@ -82,7 +82,7 @@ class Config:
     max_bodies_bytes: int = _listening.setting(
         1 << 30,
         kinds.integer("BYTES", at_least=1),
-        "bodies of all requests in flight together, per worker; more get 429",
+        "largest total size of request bodies in flight, per worker; further requests get 429",
     )
     max_head_bytes: int = _listening.setting(
         64 << 10,
@@ -90,7 +90,9 @@ class Config:
         "largest head (request line and headers) of a request; a larger one gets 431",
     )
     client_timeout_s: float = _listening.setting(
-        60.0, _TIME, "for the next KiB of a client's request, or with nothing taken by it of its answer"
+        60.0,
+        _TIME,
+        "close a connection whose client sends less than 1 KiB, or reads nothing, for this many seconds",
     )
     body_timeout_s: float = _listening.setting(
         300.0, _TIME, "for the whole body of a request, however steadily it comes; then it gets 408"
@@ -194,7 +196,8 @@ class Config:
     shed_priority: int | None = _waiting.setting(
         None,
         kinds.integer(),
-        "requests of this priority or a greater one get 429 instead, once they cannot (default: none)",
+        "refuse requests (429) with this priority or a larger number when their objective can no longer be met "
+        "(default: none)",
         flag=SHED_PRIORITY,
     )
     max_queue_size: int = _waiting.setting(512, _COUNT, "requests that may wait for an instance; more get 429")

@@ -94,7 +94,9 @@ class UpConfig:
     )
     cms_port: int = _cluster.setting(CMS_PORT, kinds.port(), "to which the engines report; 0: any free one")
     metrics_port: int = _cluster.setting(
-        METRICS_PORT, kinds.port(), "of the gateway's metrics, on loopback; 0: any free one; taken: no metrics"
+        METRICS_PORT,
+        kinds.port(),
+        "loopback port of the gateway's metrics; 0 picks a free port. If the port is taken, no metrics are served",
     )
     scheduling_policy: str = _cluster.setting(
         "load-balance", kinds.text("NAME"), f"{', '.join(built_in_policies())}, or a .yaml file"

@@ -24,15 +24,26 @@ def test_refused_one_stands_by_and_returns_with_a_higher_term() -> None:
     assert 0 < first.term < second.term
     assert first.term == first.term, "as long as it is not refused"
     refused = first.term
+    now_s = STAND_BY_S
     first.refused(refused)
     assert first.term == 0
     assert "stands by for 60 s" in first.reason
     second.refused(refused)
     assert second.term, "the term of another one"
-    now_s = STAND_BY_S
+    now_s += STAND_BY_S
     assert first.term > second.term
     first.refused(refused)
     assert first.term, "an order of earlier"
+
+
+def test_term_of_a_clock_that_was_ahead_is_outbid_in_minutes() -> None:
+    now_s, seen = 0.0, int(10_000 * 1e6)  # two hours and a half ahead
+    only = Turns(lambda: now_s, lambda: 1000.0 + now_s)
+    while only.term < seen:
+        only.refused(only.term)
+        assert only.term == 0
+        now_s += STAND_BY_S
+    assert now_s <= 9 * STAND_BY_S
 
 
 @pytest.mark.asyncio

@@ -151,7 +151,8 @@ class RenewedChannel:
         self._address = address
         self._channel: aio.Channel | None = None
         self._tls: Tls | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], aio.Channel] = {}
+        """Channels that close once their calls have ended, by what waits for that."""
 
     def get(self) -> aio.Channel:
         """The channel for a call that begins now. Calls on a former one go on."""
@@ -167,18 +168,20 @@ class RenewedChannel:
         self._let_go(None)
 
     async def close(self) -> None:
-        """Ends all calls of this channel, and waits no longer for those of former ones."""
-        for former in self._closing:
-            former.cancel()
+        """Ends all calls of this channel, and of former ones."""
         self._let_go(None)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        former = dict(self._closing)
+        for waiting in former:
+            waiting.cancel()
+        await asyncio.gather(*former, return_exceptions=True)
+        await asyncio.gather(*(channel.close(None) for channel in former.values()))
 
     def _let_go(self, grace_s: float | None) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             closing = asyncio.get_running_loop().create_task(channel.close(grace_s))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing[closing] = channel
+            closing.add_done_callback(self._closing.pop)
 
 
 NONE: Final = Credentials()

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -166,8 +167,25 @@ class Worker:
         return min(2.0 ** min(self._num_short - 2, 10), _LONGEST_PAUSE_S) if self._num_short > 1 else 0.0
 
 
+def _check_that_free(host: str, port: int, flag: str) -> None:
+    """Raises ValueError if the port is in use. Workers share theirs (SO_REUSEPORT), and would share it with the workers
+    of another gateway as well."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(f"{host}:{port}: {error.strerror or error}; see {flag}") from None
+
+
 def _supervise(config: Config) -> int:
     """Starts the workers, and starts those anew that die. A worker that cannot even listen ends all."""
+    try:
+        _check_that_free(config.host, config.port, "--port")
+        _check_that_free(config.metrics_host, config.metrics_port, "--metrics-port")
+    except ValueError as error:
+        print(f"llumnix gateway: {error}", file=sys.stderr)
+        return 1
     context = multiprocessing.get_context("spawn")
     num_signals = 0
 

@@ -15,7 +15,7 @@ from typing import Final
 
 _CONFIGS: Final = ("config.json", "params.json")
 ANSWER_S: Final = 12.0
-"""Time for the hub's answer."""
+"""Time for the hub's answer, of a model that is not in its cache."""
 
 
 def fault(model: str, revision: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
@@ -25,6 +25,16 @@ def fault(model: str, revision: str | None = None, environ: Mapping[str, str] = 
         return "" if there else f"the directory {model} holds no {_CONFIGS[0]}"
     if Path(model).exists() or ":" in model or environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return ""
+    try:  # before the time runs: the import alone takes seconds where the disk is cold
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:  # where engines have another Python
+        return ""
+    try:
+        if any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in _CONFIGS):
+            return ""
+    except HFValidationError:
+        return f"{model} is neither a directory here nor a name that the hub may have"
     found: list[str] = []
     # A thread that nobody waits for: the hub's client tries again and again, and cannot be called off.
     asking = threading.Thread(target=lambda: found.append(_ask_hub(model, revision)), daemon=True)
@@ -34,14 +44,11 @@ def fault(model: str, revision: str | None = None, environ: Mapping[str, str] = 
 
 
 def _ask_hub(model: str, revision: str | None) -> str:
-    try:
-        from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
-        from huggingface_hub.utils import logging
-    except ImportError:  # where engines have another Python
-        return ""
+    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub.utils import logging
+
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     known: dict[type[Exception], str] = {
-        errors.HFValidationError: f"{model} is neither a directory here nor a name that the hub may have",
         errors.GatedRepoError: f"the hub shows {model} only to those that its owner allows: set HF_TOKEN",
         errors.RepositoryNotFoundError: f"{model} is no directory here, and the hub has no such model "
         "(or it is private: set HF_TOKEN)",
@@ -50,8 +57,7 @@ def _ask_hub(model: str, revision: str | None) -> str:
         "the hub cannot be reached",
     }
     try:
-        if not any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in _CONFIGS):
-            hf_hub_download(model, _CONFIGS[0], revision=revision)
+        hf_hub_download(model, _CONFIGS[0], revision=revision)
     except tuple(known) as error:
         return next(text for kind, text in known.items() if isinstance(error, kind))
     except Exception:  # noqa: BLE001 - no answer to the question: vLLM will say more

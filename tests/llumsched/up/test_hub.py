@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ def test_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: over.wait())
     assert "has not answered" in hub.fault("a/b", None, {})
     over.set()
+
+
+def test_model_in_the_cache_needs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "ANSWER_S", 0.0)
+
+    def cached(*_: Any, **__: Any) -> str:
+        time.sleep(0.1)
+        return "config.json"
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    assert not hub.fault("a/b", None, {})
 
 
 def test_directories_and_other_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@
     llumnix:rescheduler               the lease of the rescheduler that leads, and `llumnix:rescheduler_term`
 
 A URL with `?cluster=NAME` has `llumnix:NAME:` in the place of `llumnix:`, so that several clusters share a database.
-Redis does not scope channels by database: that of any database but 0 ends in `:<database>`.
+Redis does not scope channels by database: that of any database but 0 ends in `:<database>`. Llumlets of the
+release before publish without that ending, and are heard as well; ids that a database does not have are passed over.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class Layout:
         where = RedisUrl.parse(url)
         prefix = f"llumnix:{where.cluster}:" if where.cluster else "llumnix:"
         return cls(prefix, f"{prefix}changes:{where.database}" if where.database else f"{prefix}changes")
+
+    @property
+    def heard_channels(self) -> frozenset[str]:
+        """The channel, and the one at which llumlets of the former release publish."""
+        return frozenset((self.channel, f"{self.prefix}changes"))
 
     @property
     def metadata(self) -> str:

@@ -66,7 +66,7 @@ class RedisStore(FollowedStore):
             # A Redis Cluster refuses keys of several slots, also while nobody has written any.
             await client.mget(list(self._prefixes))
             # Before the scan: a write between the two is then read twice, rather than not at all.
-            await channel.subscribe(self._layout.channel)
+            await channel.subscribe(*self._layout.heard_channels)
             listener = asyncio.create_task(self._listen(channel), name=f"listen to {self._name}")
             watcher = asyncio.create_task(_stay_with_master(client), name=f"stay with the master of {self._name}")
             for task in (listener, watcher):

@@ -198,6 +198,25 @@ async def test_clusters_in_one_redis_do_not_wake_each_other(server: RedisServer,
         assert [list(store.view) for store in stores] == [["of-0"], ["of-1"], ["of-2"], ["of-3"]]
 
 
+async def test_llumlets_of_the_former_release_are_heard_in_any_database(
+    server: RedisServer, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llumsched.cms.redis.RESCAN_S", 3600.0)
+    url = f"{server.url}/2"
+    async with contextlib.AsyncExitStack() as stack:
+        store = RedisStore(url)
+        stack.push_async_callback(store.close)
+        await store.start()
+        client = await stack.enter_async_context(connect(url))
+        await stack.enter_async_context(asyncio.timeout(60))
+        await store.complete.wait()
+        await client.set(Layout.of(url).metadata + "old", metadata("old"))
+        await client.publish("llumnix:changes", "of another database")
+        await client.publish("llumnix:changes", "old")
+        while list(store.view) != ["old"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_name_of_a_cluster_that_is_none_is_a_fault() -> None:
     for name in ("", "a_b", "a:b", "x" * 65):
         with pytest.raises(ValueError, match="has a cluster that is not"):

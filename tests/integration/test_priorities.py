@@ -41,7 +41,8 @@ class Cluster:
         cms, keys = f"127.0.0.1:{free_port()}", logs / "keys.json"
         logs.mkdir(parents=True, exist_ok=True)
         keys.touch(0o600)
-        keys.write_text(json.dumps({"online": {"keys": [ONLINE]}, "batch": {"keys": [BATCH], "best_priority": 0}}))
+        online, batch = {"keys": [ONLINE], "best_priority": None}, {"keys": [BATCH], "best_priority": 0}
+        keys.write_text(json.dumps({"online": online, "batch": batch}))
         flags = ("--dtype", "float32", "--scheduling-policy", "priority", "--max-num-seqs", str(SLOTS))
         llumlet = ("--llumlet-cms", cms, "--llumlet-priority-ageing-seconds", str(AGEING_S))
         self._spec = ServerSpec(model, max_model_len=4096, num_kv_blocks=300, flags=(*flags, *llumlet))

@@ -26,7 +26,7 @@ from llumsched.commands import gateway
 from llumsched.gateway import workers
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.scheduler import process
-from llumsched.up.ports import free_port
+from llumsched.up.ports import free_port, free_ports
 from tests.llumsched.conftest import Llumnix, finish, start
 from tests.llumsched.gateway.support import engine, until
 from tests.support.mock_api import Mock
@@ -299,10 +299,11 @@ async def test_a_while_is_no_longer_than_it_was_said() -> None:
 
 
 def _crash_twice(config: Config, _: int) -> None:
-    """In place of a worker, which writes where it should listen."""
-    with open(config.host, "a") as starts:
-        starts.write("x")
-    if Path(config.host).stat().st_size <= 2:
+    """Stands in for a worker, and notes each start in the file that it takes for a chat template."""
+    starts = Path(config.chat_template)
+    with starts.open("a") as file:
+        file.write("x")
+    if starts.stat().st_size <= 2:
         raise RuntimeError("of the test")
     os.kill(os.getppid(), signal.SIGTERM)
     signal.pause()
@@ -311,8 +312,10 @@ def _crash_twice(config: Config, _: int) -> None:
 def test_a_worker_that_crashes_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # is set anew, and put back after the test
     monkeypatch.setattr(workers, "_child", _crash_twice)
-    assert workers.run(Config(host=str(tmp_path / "starts"), workers=2, shutdown_timeout_s=0)) == 0
-    assert (tmp_path / "starts").stat().st_size > 2
+    starts, ports = tmp_path / "starts", free_ports(2)
+    config = Config(port=ports[0], metrics_port=ports[1], chat_template=str(starts), workers=2, shutdown_timeout_s=0)
+    assert workers.run(config) == 0
+    assert starts.stat().st_size > 2
 
 
 def test_workers_that_crash_again_and_again_are_not_started_without_end() -> None:

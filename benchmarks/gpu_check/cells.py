@@ -78,8 +78,8 @@ def matrix(every: bool = False) -> list[Cell]:
 
 
 def single(stand_in: bool) -> list[Cell]:
-    """One of each kind, on what vLLM starts by default. Those with equal engines follow each other; the ones that say
-    most come first, for a machine that is there for a short time."""
+    """A cell of each kind, on what vLLM starts by default. Cells with equal engines follow each other. The most telling
+    cells come first, for a machine that is there for a short time."""
     base = Engines(graphs=not stand_in)
 
     return [

@@ -43,8 +43,8 @@ class NotStarted(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Runs:
-    """One engine, by its own word: "RUNNER behind SCHEDULER, steps in flight: N"; whether workers are processes, and
-    the attention backend, empty where the log does not name it."""
+    """An engine's own description: "RUNNER behind SCHEDULER, steps in flight: N"; True if workers are processes; and
+    the attention backend, empty if the log does not name it."""
 
     runner: str
     scheduler: str

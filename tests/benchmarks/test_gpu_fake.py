@@ -30,7 +30,7 @@ device.BLOCKS, device.REAL_BLOCKS, device.TIMES, pulls.BLOCKS, pulls.SECONDS = 8
 sys.exit(gpu_check.main(sys.argv[1:]))
 """
 STEP_US = "3000"
-"""Of a graph: as long as a step of a small model takes. Without it an answer is over before its moves."""
+"""Duration of a graph: that of a small model's step. Without it, an answer ends before its moves."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_paths_that_only_a_gpu_reaches(fake: Environment) -> None:
 
 
 def test_parts_of_the_gpu_check(fake: Environment) -> None:
-    """Of the backends only `cuda` copies, and no kernel of torch's computes: that much is wrong, and nothing else."""
+    """Only the `cuda` backend copies here, and no kernel of torch computes. Nothing else may be wrong."""
     report, said = run(fake, "-c", SMALL, "--no-cells", timeout_s=900)
     parts = report["parts"]
     assert report["gpus"] == ["FAKE H100 (no GPU)"]

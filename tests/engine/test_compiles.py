@@ -91,7 +91,7 @@ def test_a_compiler_that_never_ends_hangs() -> None:
     assert loop.after(0.2)[0] is Health.HUNG
 
 
-def test_what_was_compiled_before_is_no_excuse() -> None:
+def test_earlier_compilation_excuses_no_later_step() -> None:
     loop = Hanging()
     loop.ends()
     assert loop.after(PATIENCE_SECONDS + RESCUE_SECONDS + 0.1) == (Health.HUNG, "")
@@ -161,7 +161,7 @@ def test_compilers_of_their_own_are_found_below_a_worker(
     assert before < seen == record.workers.compiled_at()
 
 
-def test_one_look_serves_all_workers_and_nobody_waits_for_it(
+def test_scan_for_compilers_serves_all_workers_without_blocking(
     record: StepRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The llumlet asks on its event loop. A machine with thousands of processes takes long to go through."""
@@ -194,7 +194,7 @@ def test_without_a_record_in_shared_memory_nothing_is_watched(
 
 
 class Gpu:
-    """What Triton asks of a driver before it compiles for a GPU that is not here."""
+    """The part of a driver that Triton asks before it compiles for an absent GPU."""
 
     def get_current_device(self) -> int:
         return 0

@@ -40,7 +40,7 @@ def mid_stream(rig: Rig, name: str, num_prompt: int = 100) -> Request:
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_what_was_reserved_before_is_not_admitted(event: str, model_dir: Path) -> None:
+def test_earlier_reservation_is_not_admitted(event: str, model_dir: Path) -> None:
     rig = Rig(model_dir)
     pauses, told = watched(rig)
     reservations = rig.port.reservations

@@ -280,7 +280,7 @@ class Traffic:
             await asyncio.sleep(0.05)
 
     async def next_move(self, at: Server) -> None:
-        """One more has ended well, and another one has blocks there."""
+        """Waits until another move has ended well and a further one has blocks at the destination."""
         moved, deadline = self.moves["moved"], time.monotonic() + 100.0
         while self.moves["moved"] == moved or not await self._holds(at):
             assert time.monotonic() < deadline, f"nothing moves: {self.moves}"

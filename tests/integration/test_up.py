@@ -59,7 +59,7 @@ def hits_of(metrics: str, api: str) -> tuple[float, float]:
 
 
 def assert_prefixes_are_hit(gateway: str, metrics: str) -> None:
-    """Of the prompts of each API, and no more than engines find: a name that is not the engine's hits nothing."""
+    """Expected hits for each API, at most as many as engines find: a wrong block name hits nothing."""
     for api, (path, prompt) in PROMPTS.items():
         limit = {"max_output_tokens": 1} if api == "responses" else {"max_tokens": 1}
         deadline = time.monotonic() + READY_S
@@ -72,7 +72,7 @@ def assert_prefixes_are_hit(gateway: str, metrics: str) -> None:
 
 
 def test_one_command_serves_and_leaves_nothing(model_dir: Path, tmp_path: Path) -> None:
-    """Of a model by its name, with a policy that heeds what prefix caches hold."""
+    """A cluster of a model by its hub name, with a policy that uses prefix caches."""
     in_hub_cache(model_dir, tmp_path)
     gateway, scheduler, cms, metrics = free_ports(4)
     ports = ["--port", str(gateway), "--scheduler-port", str(scheduler), "--cms-port", str(cms)]

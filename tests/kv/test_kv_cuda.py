@@ -239,7 +239,7 @@ def test_a_round_uploads_its_ids_once(large: bool, peer: Any, monkeypatch: pytes
 
 
 def test_large_blocks_cross_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a block of dozens of MiB no lane and no buffer holds all."""
+    """No lane or buffer holds a whole block of dozens of MiB."""
     monkeypatch.setattr(kv_memory, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(kv_memory, "LARGE_BLOCK_BYTES", 9000)
     there, here = Memory(shapes=SHAPES, seed=1), Memory("BLHNC", SHAPES, seed=2)

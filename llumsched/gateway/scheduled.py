@@ -180,7 +180,13 @@ class Scheduled(Placement):
     async def _without_scheduler(
         self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend]
     ) -> Placed:
-        placed = await self._fallback.place(asked, excluded, shunned)
+        """A place in turn. Raises NoEndpoint while no instance is known: the scheduler may answer before the wait ends."""
+        try:
+            placed = await self._fallback.place(asked, excluded, shunned)
+        except NoInstance as reason:
+            if len(self._backends):
+                raise
+            raise NoEndpoint(f"the scheduler is away, and it has named no instance yet: {reason}") from None
         return Placed(asked, placed.backend, is_fallback=True)
 
     def _placed(self, asked: Request, answer: SchedulerAnswer, took_s: float) -> Placed:

@@ -488,6 +488,24 @@ async def test_where_nothing_is_known_a_request_waits_until_the_scheduler_is_war
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("returns", [True, False])
+async def test_first_requests_wait_for_a_scheduler_that_does_not_answer_yet(
+    returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when gateway and scheduler are started at once."""
+    monkeypatch.setattr(scheduler_client, "_AWAY_S", 0.0)
+    async with scheduled(wait_scheduling_timeout_s=DEADLINE_S if returns else 0.2) as (it, scheduler):
+        scheduler.status = 500
+        asked = asyncio.create_task(it.post(COMPLETIONS, BODY))
+        if returns:
+            await until(lambda: it.gateway.placement.num_waiting == 1)
+            scheduler.status = 200
+        reply = await asked
+        assert reply.status == (200 if returns else 503)
+        assert returns or "has named no instance yet" in reply.json["error"]["message"]
+
+
+@pytest.mark.asyncio
 async def test_gateways_begin_with_different_schedulers() -> None:
     config = Config(scheduler_endpoints=tuple(Address("127.0.0.1", port) for port in (1, 2, 3)))
     async with aiohttp.ClientSession() as session:

@@ -180,7 +180,7 @@ class Scheduled(Placement):
     async def _without_scheduler(
         self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend]
     ) -> Placed:
-        """A place in turn. Raises NoEndpoint while no instance is known: the scheduler may answer before the wait ends."""
+        """A place in turn. Raises NoEndpoint while no instance is known: the scheduler may answer in time."""
         try:
             placed = await self._fallback.place(asked, excluded, shunned)
         except NoInstance as reason:

@@ -66,11 +66,11 @@ lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 
 docs: install ## regenerate what is generated under docs/
 	@$(PY) -m tests.support.patches
-	@$(PY) -m tests.support.diagram docs/protocol.md
+	@$(PY) -m tests.support.diagram docs/understand/protocol.md
 	@$(PY) -m vllm_llumnix.engine.portability_text
-	@$(PY) -m tests.support.failures docs/failures.md
-	@$(PY) -m tests.support.settings docs/settings.md
-	@$(PY) -m tests.support.llumnix_flags docs/defaults.md
+	@$(PY) -m tests.support.failures docs/reference/failures.md
+	@$(PY) -m tests.support.settings docs/reference/settings.md
+	@$(PY) -m tests.support.llumnix_flags docs/reference/defaults.md
 
 proto: install ## regenerate the gRPC code from llumlet/proto/llumlet.proto
 	@$(PY) -m llumlet.proto.generate

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would this load be like on that cluster, with these settings of the scheduler? Simulated: docs/simulator.md.
+"""What would this load be like on that cluster, with these settings of the scheduler?
+
+Simulated: docs/operate/simulator.md.
 
 Engines and links are models; the view, dispatch, rescheduling, the migration protocol and the gateway's queue are those
 of production, on a virtual clock. Several settings are played with the same requests, one after the other:

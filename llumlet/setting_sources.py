@@ -126,7 +126,7 @@ def read(
     for cls in classes:
         reading.take(cls, sources)
     if unknown := unknown_variables(program, classes, environ):
-        reading.faults.append(f"unknown variables {', '.join(unknown)}; docs/settings.md has all")
+        reading.faults.append(f"unknown variables {', '.join(unknown)}; docs/reference/settings.md has all")
     return reading
 
 
@@ -170,7 +170,7 @@ def _of_file(path: str, settings: Mapping[str, Setting], faults: list[str]) -> d
         if name not in by_name:
             close = difflib.get_close_matches(name, by_name, 1)
             faults.append(
-                f"{where} is no setting; {f'did you mean {close[0]}?' if close else 'docs/settings.md has all'}"
+                f"{where} is no setting; {f'did you mean {close[0]}?' if close else 'see docs/reference/settings.md'}"
             )
         elif by_name[name].flag in found:
             faults.append(f"{where} is there twice")

@@ -36,7 +36,7 @@ _EPILOG = """exit codes:
 """
 
 
-_CONFIG = "settings in YAML, such as `port: 8001`; what is said here, or by variables, goes before: docs/settings.md"
+_CONFIG = "settings in YAML, such as `port: 8001`; flags and variables override them: docs/reference/settings.md"
 _SERVERS: Final = ("gateway", "scheduler", "rescheduler")
 """Commands that are Llumnix's, too: a command line of Llumnix may bring any flag of theirs."""
 

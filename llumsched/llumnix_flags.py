@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of Llumnix's scheduler and gateway that are no settings here, and what stands in their place.
 
-Whoever brings a command line of Llumnix is told so of each (`cli`), and `docs/defaults.md` has the same as a table,
-which `make docs` writes.
+Whoever brings a command line of Llumnix is told so of each (`cli`), and `docs/reference/defaults.md` has the same as a
+table, which `make docs` writes.
 """
 
 from __future__ import annotations

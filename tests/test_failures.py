@@ -5,4 +5,4 @@ from tests.support.failures import ROOT, document
 
 
 def test_the_table_of_failures_is_current() -> None:
-    assert (ROOT / "docs/failures.md").read_text() == document(), "run `make docs`"
+    assert (ROOT / "docs/reference/failures.md").read_text() == document(), "run `make docs`"

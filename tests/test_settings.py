@@ -24,7 +24,7 @@ WITH_DEFAULT = [
 
 
 def test_the_reference_is_current() -> None:
-    assert (ROOT / "docs/settings.md").read_text() == document(), "run `make docs`"
+    assert (ROOT / "docs/reference/settings.md").read_text() == document(), "run `make docs`"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

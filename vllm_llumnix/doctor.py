@@ -92,7 +92,7 @@ def model(flags: Sequence[str]) -> Check:
         return Check(name, f"requests stay where they are: {where}", foreseen["unsupported"])
     if foreseen["kv_unsupported"]:
         return Check(name, f"requests move with their tokens alone ({foreseen['kv_unsupported']}): {where}")
-    return Check(name, f"requests move with their KV cache: {where}; single requests: docs/portability.md")
+    return Check(name, f"requests move with their KV cache: {where}; single requests: docs/reference/portability.md")
 
 
 def python() -> Check:
@@ -142,7 +142,9 @@ def seams() -> Check:
     missing = absent(ALL, reader_of(found.root))
     if missing:
         names = ", ".join(row.name for row in missing)
-        return Check(name, f"missing: {names}", "install a vLLM that a patch series fits, or follow docs/upgrading.md")
+        return Check(
+            name, f"missing: {names}", "install a vLLM that a patch series fits, or follow docs/extend/upgrading.md"
+        )
     return Check(name, f"all {len(ALL)} that are wrapped or set are there (`vllm-llumnix patch seams`)")
 
 
@@ -166,7 +168,7 @@ def hook() -> Check:
 
 def variables() -> Check:
     if unknown := unknown_variables("llumlet", (LlumletConfig,), os.environ):
-        return Check("variables", f"unknown: {', '.join(unknown)}", "unset them; docs/settings.md has all")
+        return Check("variables", f"unknown: {', '.join(unknown)}", "unset them; docs/reference/settings.md has all")
     return Check("variables", "no unknown LLUMNIX_ variable")
 
 
@@ -206,7 +208,7 @@ def local_between_gpus() -> Check:
         return Check(
             name,
             f"only among {seen} of {len(there)} GPUs (CUDA_VISIBLE_DEVICES={visible}): to others, moves use tcp; "
-            "let each engine see all, its own first (docs/transports.md)",
+            "let each engine see all, its own first (docs/operate/transports.md)",
         )
     return Check(name, f"all {seen} GPUs of this host are seen")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the cluster simulator true? docs/simulator.md, "Calibration".
+"""Is the cluster simulator true? docs/operate/simulator.md, "Calibration".
 
     python -m benchmarks.calibrate                       20 minutes
     python -m benchmarks.calibrate --quick               3 minutes: fewer engines, loads and settings, no repetition

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far is a scheduler's view from the truth, as it was reported and as it is moved on? And what does dispatch gain?
 
-Simulated, with production's view, account, step models and dispatch (docs/simulator.md). Statuses come in production's
-cadence and are so old when they come. Several times a second of virtual time each instance's KV usage and decode batch
-in the first scheduler's table, and the same moved on (`llumsched.cluster.forward`), are compared with what it would
-report at that moment. What nobody but the engine can know is who ends; so each load is played three times: all requests
-end at the `max_tokens` that their engine knows, half of them, none.
+Simulated, with production's view, account, step models and dispatch (docs/operate/simulator.md). Statuses come in
+production's cadence and are so old when they come. Several times a second of virtual time each instance's KV usage
+and decode batch in the first scheduler's table, and the same moved on (`llumsched.cluster.forward`), are compared
+with what it would report at that moment. What nobody but the engine can know is who ends; so each load is played
+three times: all requests end at the `max_tokens` that their engine knows, half of them, none.
 
 Herds: several schedulers share a cluster, each knows what it has sent itself and what statuses tell. With old statuses
 all of them send to the same few instances. Each is played with statuses as they were reported and moved on.

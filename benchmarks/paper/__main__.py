@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does this scheduler do what Llumnix's paper says, and what did the paper leave open? Simulated: docs/experiments.md.
+"""Does this scheduler do what Llumnix's paper says, and what did the paper leave open?
+
+Simulated: benchmarks/experiments.md.
 
     python -m benchmarks.paper motivation fragmentation --seeds 3
     python -m benchmarks.paper serving --jobs 2 --settings round-robin infaas=benchmarks/paper/infaas.yaml \\

@@ -34,7 +34,7 @@ ADMITTING is short, but D's loop may be in a step of several seconds. A Withdraw
 takes the admission back unless the loop has begun it, and the loop's answer, one way or the other, answers the
 Withdraw. The same happens by itself after `admit_s`: the client waits, and S cannot tell a long step from a long copy.
 
-The table is at the end of the file; `docs/protocol.md` has its picture.
+The table is at the end of the file; `docs/understand/protocol.md` has its picture.
 """
 
 from __future__ import annotations

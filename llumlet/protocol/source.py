@@ -38,7 +38,7 @@ machine's state is final by then. `settled` says that the request's fate is know
     COMMITTING, WITHDRAWING, FENCING                   nobody knows who owns it; it does not run here
     MOVED, STAYED, GONE, LOST                          settled; `outcome` says why
 
-The table is at the end of the file; `docs/protocol.md` has its picture.
+The table is at the end of the file; `docs/understand/protocol.md` has its picture.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ DESCRIPTION = """Choose an instance for each request of the gateways.
   llumnix scheduler --colocated-rescheduling-mode --enable-rescheduling
                                                          and move running requests from hot to cold
 
-A switch may be written --name, --name=true or --name=false. Policies: docs/policies.md."""
+A switch may be written --name, --name=true or --name=false. Policies: docs/reference/policies.md."""
 
 _log = logging.getLogger("llumnix.scheduler")
 _WITH_REDIS_HOST: Final = (

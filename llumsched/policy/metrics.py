@@ -2,8 +2,8 @@
 """Numbers that compare instances: formulas over columns, by name.
 
 Names and formulas are those of Llumnix; where two of its formulas counted a request twice or not at all, this one
-counts it once (docs/policies.md). Metrics of other packages come through the entry point group `llumnix.metrics`: the
-entry point is named like the `Metric` it loads. A policy's file may define more.
+counts it once (docs/reference/policies.md). Metrics of other packages come through the entry point group
+`llumnix.metrics`: the entry point is named like the `Metric` it loads. A policy's file may define more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENTRY_POINTS = "llumnix.metrics"
 BUILT_IN_CONSTANTS: Final[Mapping[str, float]] = {"priority_headroom": 0.5}
 """Numbers that every formula may name, and what they are unless something else is said. The headroom is the share of a
 KV cache that is to stay free beside an urgent request (`--priority-headroom`). The paper's instances keep all but 1,600
-tokens of 13,616: with one urgent request in ten that costs the others too much (docs/experiments.md)."""
+tokens of 13,616: with one urgent request in ten that costs the others too much (benchmarks/experiments.md)."""
 
 
 @dataclass(frozen=True, slots=True)

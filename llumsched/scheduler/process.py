@@ -51,7 +51,7 @@ from llumsched.tls import checked_ca_file, server_context
 _EXPIRE_S: Final = 0.5
 _STOP_S: Final = 2.0
 
-# What differs from Llumnix, and why: docs/defaults.md
+# What differs from Llumnix, and why: docs/reference/defaults.md
 HOST: Final = "127.0.0.1"
 PORT: Final = SCHEDULER_PORT
 CMS: Final = f"listen://{HOST}:{CMS_PORT}"
@@ -146,7 +146,7 @@ class SchedulerConfig:
     step_profiles: Sequence[Profile] = _dispatch.setting(
         (),
         Kind(_profiles, "FILE,…"),
-        "what is known of engines' steps before they are seen, for predictions (docs/policies.md)",
+        "what is known of engines' steps before they are seen, for predictions (docs/reference/policies.md)",
         mode=Mode.FULL,
     )
     ttft_profile: str = _dispatch.setting(

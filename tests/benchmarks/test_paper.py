@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments of the paper: each is played small. What they find is in docs/experiments.md; here, what holds at any
-size."""
+"""The experiments of the paper: each is played small. What they find is in benchmarks/experiments.md; here, what
+holds at any size."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class Configuration:
     """Every request goes through a custom logits processor with the mark that it is portable."""
 
     def allows(self, cell: Cell) -> bool:
-        """In bfloat16 a prefix hit is exact only if it is copied too (docs/portability.md). For log probabilities of
-        its prompt, vLLM lets a request neither stream nor use cached blocks.
+        """In bfloat16 a prefix hit is exact only if it is copied too (docs/reference/portability.md). For log
+        probabilities of its prompt, vLLM lets a request neither stream nor use cached blocks.
         """
         if cell["sampling"] == "vllm_xargs" and not self.processor:
             return False

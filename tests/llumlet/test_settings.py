@@ -142,7 +142,7 @@ def test_everything_wrong_is_said_at_once_and_where_it_was_said(tmp_path: Path) 
         f"{path}:4: glossy '1' is neither true nor false",
         "LLUMNIX_GATEWAY_DRYING_TIME must be positive",
         f"{path}:1: for-years must be a whole number",
-        "unknown variables LLUMNIX_GATEWAY_FOR_YEARS, LLUMNIX_GATEWAY_THIK; docs/settings.md has all",
+        "unknown variables LLUMNIX_GATEWAY_FOR_YEARS, LLUMNIX_GATEWAY_THIK; docs/reference/settings.md has all",
     ]
 
 
@@ -168,7 +168,7 @@ def test_variables_of_others() -> None:
     assert not read(**links, LLUMNIX_SCHEDULER_TYPO="1", LLUMNIX_LLUMLET="{}").faults
     assert read(LLUMNIX_GATEWAY_PORT="8001").faults
     assert read(LLUMNIX_GATEAWY_COLOUR="off").faults == [
-        "unknown variables LLUMNIX_GATEAWY_COLOUR; docs/settings.md has all"
+        "unknown variables LLUMNIX_GATEAWY_COLOUR; docs/reference/settings.md has all"
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/patches.md says what the headers say."""
+"""docs/reference/patches.md says what the headers say."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_there_is_no_fuzz(miniature_series: Miniature, changed: str) -> None:
     problem = examine(miniature_series.file("vllm"), adapt=True).problem
     assert problem is not None
     assert "patches for 9.9.9: 0001-all.patch: the hunk at line 1 is 0 times in vllm/one.py" in problem
-    assert "install vLLM 9.9.9, or make a series for 9.9.9: docs/upgrading.md" in problem
+    assert "install vLLM 9.9.9, or make a series for 9.9.9: docs/extend/upgrading.md" in problem
 
 
 def test_a_hunk_that_fits_twice_is_refused(miniature_series: Miniature) -> None:

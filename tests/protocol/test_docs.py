@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/protocol.md are current."""
+"""The generated parts of docs/understand/protocol.md are current."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from llumlet import protocol
 from tests.support import diagram
 
-PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
+PROTOCOL = Path(__file__).parents[2] / "docs" / "understand" / "protocol.md"
 
 
 def test_protocol_page_is_current() -> None:

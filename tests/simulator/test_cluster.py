@@ -412,7 +412,7 @@ def test_no_move_is_begun_if_none_is_worth_it() -> None:
 
 
 def test_fifty_instances_are_faster_than_real_time() -> None:
-    """By a factor; how large is in docs/simulator.md."""
+    """By a factor; how large is in docs/operate/simulator.md."""
     arrivals = load(20, 800)
     began_s = time.process_time()
     summary, _, _ = played(cluster(50), arrivals)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the protocol, made from the tables: `python -m tests.support.diagram docs/protocol.md`.
+"""Pictures of the protocol, made from the tables: `python -m tests.support.diagram docs/understand/protocol.md`.
 
 Replaces what stands between `<!-- begin NAME -->` and `<!-- end NAME -->` in the file. With `--check`, changes nothing
 and exits with 1 if something would change.
@@ -158,7 +158,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.diagram", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, nargs="?", default=Path("docs/protocol.md"))
+    parser.add_argument("file", type=Path, nargs="?", default=Path("docs/understand/protocol.md"))
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the file is not current")
     options = parser.parse_args(arguments)
     text = options.file.read_text()

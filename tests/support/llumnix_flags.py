@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `docs/defaults.md` of flags that are not here, from `llumsched.llumnix_flags`.
+"""The table of `docs/reference/defaults.md` of flags that are not here, from `llumsched.llumnix_flags`.
 
-python -m tests.support.llumnix_flags docs/defaults.md
+python -m tests.support.llumnix_flags docs/reference/defaults.md
 """
 
 from __future__ import annotations

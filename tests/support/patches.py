@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/patches.md`, made from the headers of the newest series and the tables of seams:
+"""`docs/reference/patches.md`, made from the headers of the newest series and the tables of seams:
 
 python -m tests.support.patches
 """
@@ -12,7 +12,7 @@ from vllm_llumnix.patching.relied_on import RELIED_ON
 from vllm_llumnix.patching.series import HEADER_FIELDS, Patch, Series, available, load
 from vllm_llumnix.seams import ALL
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "patches.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "patches.md"
 
 _INTRODUCTION = """\
 # The patches
@@ -32,7 +32,7 @@ compare the digests of the patched text when the engine reports ready.
 The patches are not all that the engine side counts on. `CONTRACT` beside each series has a hash of what {num_functions}
 functions of vLLM do ({num_refusing} of them are the short list). When an instance starts, a function that differs is
 named in a warning; one of the short list, or one that is gone, ends the start. What to do when a new vLLM comes:
-[upgrading.md](upgrading.md).
+[upgrading.md](../extend/upgrading.md).
 
     vllm-llumnix doctor              # is everything in place?
     vllm-llumnix patch check         # does a series fit the installed vLLM, and is the contract kept?

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference of all settings, from the dataclasses that declare them.
 
-python -m tests.support.settings docs/settings.md
+python -m tests.support.settings docs/reference/settings.md
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/portability.md: the tables of `portability`, and what has to be said around them.
+"""docs/reference/portability.md: the tables of `portability`, and what has to be said around them.
 
 python -m vllm_llumnix.engine.portability_text     # writes it
 """
@@ -20,7 +20,7 @@ from vllm_llumnix.engine.portability import (
     Exactness,
 )
 
-DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
+DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "portability.md"
 
 _INTRODUCTION = """\
 # What moves, and how exactly
@@ -249,7 +249,7 @@ for the latest of them only where `--logits-processors` names a class.
 
 
 def render() -> str:
-    """The text of docs/portability.md."""
+    """The text of docs/reference/portability.md."""
     runners = "V1 on CPU | V2, asynchronous"
     lines = [_INTRODUCTION, "## Requests", "", f"| request | class | {runners} | because |", "|---|---|---|---|---|"]
     lines += [f"| {row.kind} | {row.exactness} | {row.v1} | {row.v2} | {row.because} |" for row in MOVED]

@@ -189,7 +189,7 @@ class Reservations:
         With KV it goes to the head, behind those that were admitted before it: its client is in the middle of a stream,
         or its prefill has begun. Without, it takes its turn (`queue_in_turn`); but one that was preempted, and waited
         there for room, goes to the end. It is long, and where it came first and did not fit, either, everybody behind
-        it would wait (docs/experiments.md). The batch slot that was reserved stays its own until it runs.
+        it would wait (benchmarks/experiments.md). The batch slot that was reserved stays its own until it runs.
 
         Raises Refused, with the reservation unchanged, when the engine cannot take it now.
         """

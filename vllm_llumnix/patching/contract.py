@@ -117,7 +117,8 @@ def refusal(differences: list[Difference], contract: Contract) -> str | None:
         return None
     return (
         f"vllm-llumnix relies on what these functions do in vLLM {contract.version}: {'; '.join(grave)}: install vLLM "
-        f"{contract.version} as released, or read what has changed and take it into the contract, see docs/upgrading.md"
+        f"{contract.version} as released, or read what has changed and take it into the contract: "
+        "docs/extend/upgrading.md"
     )
 
 

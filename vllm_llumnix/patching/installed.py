@@ -181,7 +181,7 @@ def _adapt(root: Path, version: str, candidates: list[tuple[str, dict[str, FileS
             states = {path: FileState.ADAPTED if path in adapted else state for path, state in files.items()}
             return Installed(root, version, series, states, None, adapted)
         problems.append(f"patches for {known}: {problem}")
-    advice = f"install vLLM {' or '.join(available())}, or make a series for {version}: docs/upgrading.md"
+    advice = f"install vLLM {' or '.join(available())}, or make a series for {version}: docs/extend/upgrading.md"
     nearest, files = candidates[0]
     problem = f"vLLM {version} cannot be adapted to ({'; '.join(problems)}): {advice}"
     return Installed(root, version, load(nearest), files, problem)

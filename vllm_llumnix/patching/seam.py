@@ -92,7 +92,7 @@ def _complaint(missing: list[Seam]) -> str:
     names = "; ".join(f"{row.name} ({row.why})" for row in missing)
     return (
         f"this vLLM does not have what the llumlet wraps or sets: {names}: install a vLLM against which "
-        "`vllm-llumnix patch check` finds nothing, or follow docs/upgrading.md"
+        "`vllm-llumnix patch check` finds nothing, or follow docs/extend/upgrading.md"
     )
 
 

@@ -61,7 +61,7 @@ async def problem_of(url: str) -> str:
 
 async def test_a_user_that_may_do_no_more_than_it_must() -> None:
     async with RedisServer("of the administrator") as server:
-        written = " ".join((ROOT / "docs/security.md").read_text().split())
+        written = " ".join((ROOT / "docs/operate/security.md").read_text().split())
         assert f"ACL SETUSER llumnix {ACL.replace('p/w@1', 'PASSWORD')}`" in written
         await server.tell("ACL", "SETUSER", "llumnix", *ACL.split())
         where = f"127.0.0.1:{server.port}"

@@ -76,7 +76,7 @@ def test_what_stands_in_their_place_is_there() -> None:
 
 
 def test_the_table_of_the_documentation_is_current() -> None:
-    text = (ROOT / "docs/defaults.md").read_text()
+    text = (ROOT / "docs/reference/defaults.md").read_text()
     assert table() in text
     assert render(text) == text, "run `make docs`"
 

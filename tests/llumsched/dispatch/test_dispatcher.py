@@ -60,7 +60,7 @@ def decoding_only(policy: Policy, num_requests: int = 1000) -> Counter[str]:
 
 
 def test_instances_that_compute_no_prompt_are_balanced_by_what_they_hold() -> None:
-    """The figure of docs/defaults.md."""
+    """The figure of docs/reference/defaults.md."""
     assert decoding_only(full()) == {"a": 250, "b": 250, "c": 250, "d": 250}
     assert decoding_only(parse_policy(PREFILL_ONLY, "test", Mode.FULL, Overrides())) == {"a": 1000}
 
@@ -94,7 +94,7 @@ def test_a_newcomer_leaves_its_node_in_service() -> None:
 
 
 def test_the_threshold_of_the_first_metric_counts_where_more_than_the_best_may_be_chosen() -> None:
-    """As docs/operations.md says."""
+    """As docs/operate/operations.md says."""
 
     def chosen(threshold: float, top_k: int) -> set[str]:
         cluster = Cluster(full(thresholds={InferType.NEUTRAL: threshold}, top_k=top_k))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packages of docs/extending.md, installed and used as it says."""
+"""The packages of docs/extend/extending.md, installed and used as it says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llumsched.rescheduling.policies import load_policies
 from tests.llumsched import cases
 from tests.llumsched.rescheduling.cluster import instance, pairs, planned
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "extending.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "extend" / "extending.md"
 POLICY = """
 full:
   neutral:

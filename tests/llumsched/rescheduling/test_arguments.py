@@ -228,7 +228,7 @@ def test_faults_of_the_command(given: list[str], faults: list[str]) -> None:
 
 
 def test_documentation_has_every_flag_with_its_default() -> None:
-    text = (ROOT / "docs/rescheduling.md").read_text() + (ROOT / "docs/defaults.md").read_text()
+    text = (ROOT / "docs/operate/rescheduling.md").read_text() + (ROOT / "docs/reference/defaults.md").read_text()
     plain = {entry.setting.flag: entry.default for entry in settings.entries(Config) if not entry.part}
     numbers = {flag: default for flag, default in plain.items() if isinstance(default, float | int)}
     assert [flag for flag in numbers if flag not in text] == []

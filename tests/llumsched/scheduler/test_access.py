@@ -96,7 +96,7 @@ async def test_without_a_token_it_says_only_that_it_lives(scheduler: RunningSche
 
 
 def test_the_documentation_says_what_gateways_may_ask() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs" / "operate" / "security.md").read_text()
     (row,) = re.findall(r"^\| `gateway` \|(.*)\|$", text, re.MULTILINE)
     assert set(re.findall(r"`(/\w+)`", row)) == OF_GATEWAYS
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every metric that a dashboard asks for is one that a process of the cluster shows, and every panel has its place;
-every metric of Llumnix is shown, or docs/defaults.md says why not."""
+every metric of Llumnix is shown, or docs/reference/defaults.md says why not."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_panels_have_a_place_of_their_own(file: Path) -> None:
 def test_metrics_of_llumnix_are_there_or_excused(known: set[str]) -> None:
     named = {beginning + end for beginning, ends in OF_LLUMNIX.items() for end in ends.split()}
     missing = {name for name in named if not {name, f"{name}_bucket"} & known}
-    _, _, section = (ROOT / "docs" / "defaults.md").read_text().partition("\n## Metrics\n")
+    _, _, section = (ROOT / "docs" / "reference" / "defaults.md").read_text().partition("\n## Metrics\n")
     rows = [line.split("|")[1] for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     excused = [name for names in rows for name in re.findall(r"`(\w+)`", names)]
     assert sorted(missing) == sorted(excused)

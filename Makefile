@@ -30,24 +30,35 @@ LIGHT_WORKERS := --numprocesses 3 --no-loadscope-reorder
 HEAVY := tests/exactness tests/integration tests/runner_v2
 HEAVY_WORKERS := --numprocesses 2 --no-loadscope-reorder
 
+define parts
+status=0; worst() { status=$$(($$? > status ? $$? : status)); }; \
+$(PY) -m pytest $(1) $(LIGHT_WORKERS) $(LIGHT) || worst; \
+$(PY) -m pytest $(1) $(HEAVY_WORKERS) $(HEAVY) || worst; \
+exit $$status
+endef
+
 # A vLLM without a CPU build, and the tests that it decides about.
 NEXT := 0.33.0
 NEXT_TESTS := tests/engine tests/frontend tests/shells tests/llumsched/gateway/test_rendering.py tests/exactness \
   tests/integration
 
-.PHONY: demo test test-full test-next simulate lint docs proto install clean help
+.PHONY: demo test test-rest test-full test-next simulate lint docs proto install clean help
 
 demo: install ## two engines, one request moved between them mid-stream, a report; MODEL=gemma3 for another family
 	@$(PY) -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: install $(STAMPS)/libraries ## the tests, but for those of test-full; ARGS="-x tests/kv" for a part
+test: install $(STAMPS)/libraries ## every claim once, in a quarter of an hour; ARGS="-x tests/kv" for a part
 ifeq ($(strip $(ARGS)),)
-	@status=0; worst() { status=$$(($$? > status ? $$? : status)); }; \
-	$(PY) -m pytest $(LIGHT_WORKERS) $(LIGHT) || worst; \
-	$(PY) -m pytest $(HEAVY_WORKERS) $(HEAVY) || worst; \
-	exit $$status
+	@$(call parts,--budget)
 else
 	@$(PY) -m pytest $(ARGS)
+endif
+
+test-rest: install $(STAMPS)/libraries ## the tests that neither `test` nor `test-full` names: variants, longer runs
+ifeq ($(strip $(ARGS)),)
+	@$(call parts,-m "rest and not full")
+else
+	@$(PY) -m pytest -m "rest and not full" $(ARGS)
 endif
 
 simulate: install ## a million random schedules of the protocol; ARGS="--schedules N"
@@ -57,12 +68,13 @@ test-full: install $(STAMPS)/libraries ## the suite and the larger product of mo
 	@$(PY) -m pytest -m "full or not full" $(ARGS)
 
 test-next: install $(STAMPS)/libraries $(STAMPS)/vllm-$(NEXT) ## on another vLLM, over the CPU kernels of the installed one
-	@PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$(NEXT) $(PY) -m pytest $(or $(ARGS),$(NEXT_TESTS))
+	@PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$(NEXT) $(PY) -m pytest -m "not full" $(or $(ARGS),$(NEXT_TESTS))
 
-lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
+lint: install $(STAMPS)/lint ## ruff (lint and format), mypy, lines per package against tests/budgets.toml
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy
+	@$(PY) -m tests.support.budgets
 
 docs: install ## regenerate what is generated under docs/
 	@$(PY) -m tests.support.patches

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import faulthandler
 import functools
 import logging
 import os
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from typing import Any
 import pytest
 
 from llumsched.up import reaper
-from tests.support import harness, moves, speed, warm
-from tests.support.beside import Beside, beside
+from tests.support import budgets, harness, moves, speed, warm
 from tests.support.harness import command_line
 from tests.support.model import PRESETS, build
 
@@ -32,17 +30,24 @@ END_SECONDS = 60
 
 ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-SHARED = ("engines", "cast", "fleet_of", "wheels")
-"""Fixtures of several files that take long to set up."""
+SHARED = (
+    ("tests/exactness/", "fleet_of"),
+    ("tests/integration/", "engines"),
+    ("tests/packaging/", "wheels"),
+    ("tests/runner_v2/", "cast"),
+)
+"""Fixtures of a folder that take long to set up and serve several files."""
 
 STARTED = time.monotonic()
+OVER_BUDGET = 6
+"""Exit status of pytest where a folder took far more than its minutes."""
+_seconds: Counter[str] = Counter()
+_told: list[str] = []
 LONG_SECONDS = 300
 """From which on a run says how fast the machine is."""
 PATIENT_MS = 2000.0
 """Stall budget of moves, where it is not what a test is about. How fast the link is is measured by a pull or two, and
 where many servers share a machine one of them may stand still in one."""
-NUM_SCHEDULES = 20_000
-SIMULATION = (sys.executable, "-m", "tests.simulation", "--schedules", str(NUM_SCHEDULES))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,23 +57,60 @@ def patience_with_moves() -> Iterator[None]:
         yield
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--budget", action="store_true", help="print minutes per folder, and fail far above tests/budgets.toml"
+    )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds up the time of each folder; in a run with workers, that of all of them."""
+    folder, _, rest = report.nodeid.partition("::")[0].removeprefix("tests/").partition("/")
+    _seconds[folder if rest else "."] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.option.budget and not is_worker():
+        rows, faults = budgets.minutes(_seconds, speed.slowness())
+        _told.extend([*rows, *faults])
+        if faults:
+            session.exitstatus = OVER_BUDGET
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the time of a whole run is to be compared by."""
+    """Prints the minutes per folder, and for a long run the speed of this machine, to compare its time by."""
+    for line in _told:
+        terminalreporter.write_line(line)
     if time.monotonic() - STARTED > LONG_SECONDS:
         terminalreporter.write_line(speed.measured())
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where workers share the tests, a file goes to one of them as a whole, and so do all files with the same engines:
-    each worker would start its own."""
+    """Gives each file to one worker, and likewise all files that share a set-up. The longest start first."""
     from xdist.scheduler import LoadScopeScheduling
 
     class BySetUp(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.partition("::")[0]
-            return next((name for name in SHARED if name in arguments_in(ROOT / path)), path)
+            return set_up_of(nodeid.partition("::")[0])
 
     return BySetUp(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers take files in the order of collection: the longest set-up first, or one worker would end long after the
+    others."""
+    if is_worker():
+        paths = {item: item.nodeid.partition("::")[0] for item in items}
+        taken = Counter[str]()
+        for path in set(paths.values()):
+            taken[set_up_of(path)] += budgets.read()["seconds"].get(path, 0)
+        items.sort(key=lambda item: -taken[set_up_of(paths[item])])
+
+
+def set_up_of(path: str) -> str:
+    """The shared fixture that the tests of a file are set up with, or the file itself."""
+    used = arguments_in(ROOT / path)
+    return next((f"{folder}:{name}" for folder, name in SHARED if path.startswith(folder) and name in used), path)
 
 
 @functools.cache
@@ -121,23 +163,6 @@ def warm_starts(no_process_left_behind: None) -> Iterator[None]:
         patch.setattr(harness, "usual_executor", "uni")
         yield
     parents.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def simulation(no_process_left_behind: None, request: pytest.FixtureRequest) -> Iterator[Beside | None]:
-    """Plays random schedules from the beginning of a run on if one of its tests asks for them: they take minutes of all
-    cores, and most tests leave as much idle. Not those with engines: there it stands still. Nor where workers share the
-    tests and leave nothing: there it begins when it is asked for."""
-    wanted = any("random_schedules" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    with contextlib.ExitStack() as stack:
-        yield stack.enter_context(beside(SIMULATION)) if wanted and not is_worker() else None
-
-
-@pytest.fixture(scope="session")
-def random_schedules(simulation: Beside | None) -> Iterator[Beside]:
-    """`python -m tests.simulation`, NUM_SCHEDULES of them."""
-    with contextlib.ExitStack() as stack:
-        yield simulation or stack.enter_context(beside(SIMULATION))
 
 
 def is_worker() -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.beside import Beside, paused
 from tests.support.fake_gpu import environment
 from tests.support.fake_gpu.environment import Environment
 
@@ -83,13 +82,12 @@ def test_parts_of_the_gpu_check(fake: Environment) -> None:
     assert {row["why"] for row in killed} == {"it computes something else"}, "no call failed"
 
 
-def test_engines_move_streams(fake: Environment, tmp_path: Path, simulation: Beside | None) -> None:
+def test_engines_move_streams(fake: Environment, tmp_path: Path) -> None:
     """vLLM for CUDA with its defaults: V2 runner, asynchronous scheduling, compiled, CUDA graphs, FlashAttention."""
     file = tmp_path / "gpu.jsonl"
     command = ["-m", "benchmarks.gpu_check", "--no-parts", "--cells", "graphs-v2-bf16-gqa-16", "--numerics", "1"]
     command += ["--start-timeout", "1200", "--json", str(file), "--logs", str(tmp_path / "logs")]
-    with paused(simulation):
-        report, said = run(fake, *command, timeout_s=2300)
+    report, said = run(fake, *command, timeout_s=2300)
     (row,) = report["cells"]
     assert (row["verdict"], row["why"]) == ("right", []), said[-4000:]
     assert row["runner"] == "vllm.v1.worker.gpu.model_runner.GPUModelRunner"

@@ -11,18 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.exactness.cells import REASONING, Configuration
-from tests.support.beside import Beside, paused
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.model import PRESETS, build
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def engines_alone(simulation: Beside | None) -> Iterator[None]:
-    """Engines need all cores."""
-    with paused(simulation):
-        yield
 
 
 @pytest.fixture(scope="package")

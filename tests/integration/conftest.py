@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
-from tests.support.beside import Beside, paused
 from tests.support.conservation import Holdings, assert_conserved, wait_idle
 from tests.support.harness import Fleet, Server, ServerSpec
 
@@ -30,13 +29,6 @@ class Engines(NamedTuple):
 
     a: Server
     b: Server
-
-
-@pytest.fixture(scope="package", autouse=True)
-def engines_alone(simulation: Beside | None) -> Iterator[None]:
-    """Engines need all cores."""
-    with paused(simulation):
-        yield
 
 
 @pytest.fixture(scope="session")

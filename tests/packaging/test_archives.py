@@ -138,5 +138,5 @@ def test_a_wheel_made_from_the_source_distribution_is_the_same(
 
 def test_make_lists_its_verbs() -> None:
     listed = {line.split()[1] for line in run("make", "help", cwd=ROOT).splitlines()}
-    tests = {"test", "test-full", "test-next", "simulate", "lint"}
+    tests = {"test", "test-rest", "test-full", "test-next", "simulate", "lint"}
     assert listed == tests | {"demo", "docs", "proto", "install", "clean", "help"}

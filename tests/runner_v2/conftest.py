@@ -19,7 +19,6 @@ import pytest
 from tests.exactness.cells import REASONING
 from tests.integration.test_lost_owner import has_engine
 from tests.support import input_sessions
-from tests.support.beside import Beside, paused
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
 from tests.support.model import PRESETS, build
 
@@ -78,13 +77,6 @@ class Cast:
     @property
     def small(self) -> Server:
         return self["small"]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def engines_alone(simulation: Beside | None) -> Iterator[None]:
-    """Engines need all cores."""
-    with paused(simulation):
-        yield
 
 
 @pytest.fixture(scope="package")

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,7 @@ from llumlet.protocol.gate import Gate
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.replay import Replay
 from llumlet.protocol.streams import Orphan, Stream
-from tests.conftest import NUM_SCHEDULES
 from tests.protocol.world import NOTHING, Incoming, Outgoing, Row
-from tests.support.beside import Beside
 
 from . import mutants
 from .cluster import Cluster
@@ -28,12 +28,13 @@ from .schedule import play
 from .serving import Watched
 
 LONGEST_S = 1200
-"""On a slow machine, of which they have had nothing before."""
+"""Of the larger number on a slow machine."""
 MUTANT_SCHEDULES = 3000
+"""Searched for a mutant whose pinned schedule no longer shows it, since the machines have changed."""
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_seed_is_a_schedule() -> None:
+def test_same_seed_plays_same_schedule() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-m", "tests.simulation", "--seed", "7", "--trace"]
     elsewhere = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
@@ -150,10 +151,28 @@ CLUSTERS: dict[str, type[Cluster]] = {
 }
 
 
+PINNED = {
+    "no fence": 181,
+    "resume on unknown": 1174,
+    "resume on timeout": 102,
+    "every attempt of a replay under one epoch": 71,
+    "no quarantine": 112,
+    "claimed blocks are not kept": 79,
+    "whether they were kept is not asked": 1169,
+    "a state that is changed in doubt": 304,
+}
+"""The first seed that shows a mutant, where that is not among the first few."""
+
+
+def seeds(name: str) -> Iterator[int]:
+    """Seeds to try on a mutant, the pinned one first."""
+    return itertools.chain([PINNED.get(name, 0)], range(MUTANT_SCHEDULES))
+
+
 @pytest.mark.parametrize("name", GATES)
 def test_broken_gate_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant, cluster_class = GATES[name]
-    for seed in range(MUTANT_SCHEDULES):
+    for seed in seeds(name):
         with monkeypatch.context() as broken:
             broken.setattr(streams, "Gate", mutant)
             caught = play(seed, cluster_class).faults
@@ -164,23 +183,24 @@ def test_broken_gate_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_broken_rule_is_caught(name: str) -> None:
-    mutant = CLUSTERS[name]
-    caught = next((seed for seed in range(MUTANT_SCHEDULES) if play(seed, mutant).faults), None)
+    caught = next((seed for seed in seeds(name) if play(seed, CLUSTERS[name]).faults), None)
     assert caught is not None
     assert not play(caught).faults
 
 
 @pytest.mark.timeout(LONGEST_S + 60)
-def test_random_schedules(random_schedules: Beside) -> None:
-    """The last one here: what is before it runs beside them."""
-    lines = random_schedules.lines(LONGEST_S)
-    assert lines[-1] == f"{NUM_SCHEDULES} schedules, 0 violations", "\n".join(lines[-20:])
+@pytest.mark.parametrize("number", [3_000, pytest.param(20_000, marks=pytest.mark.rest)])
+def test_random_schedules_keep_every_rule(number: int) -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--schedules", str(number)]
+    played = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_S)
+    lines = played.stdout.splitlines()
+    assert lines[-1] == f"{number} schedules, 0 violations", "\n".join(lines[-20:])
     # They reach what they are meant to reach.
     reached = {what: int(count) for count, what in re.findall(r"(\d+) (\w+)", lines[-2])}
     for common in ("moved", "stayed", "gone", "replays", "streams"):
-        assert reached[common] > NUM_SCHEDULES / 4, lines[-2]
-    assert reached["rescued"] > NUM_SCHEDULES / 50, lines[-2]
-    assert reached["tried"] > NUM_SCHEDULES / 10, lines[-2]
+        assert reached[common] > number / 4, lines[-2]
+    assert reached["rescued"] > number / 50, lines[-2]
+    assert reached["tried"] > number / 10, lines[-2]
     assert reached["guilty"] > 0
     assert reached["lost"] > 0
     # Where no engine is left that a client could go to, it gets an error.

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 TIMES = 5
+INTERPRETED_S = 0.065
+"""Time of `interpret` on the machine whose minutes stand in `tests/budgets.toml`."""
 TEXT = random.Random(0).randbytes(1 << 20).hex().encode()
 
 
@@ -25,6 +27,11 @@ def interpret() -> int:
 def squeeze() -> None:
     """Compiled code and memory at work, without the interpreter's lock: the same on each core; some 0.1 s."""
     zlib.compress(TEXT, 6)
+
+
+def slowness() -> float:
+    """The time that this machine takes for what takes one on the machine of the budgets; not less than 1."""
+    return max(1.0, _best(interpret) / INTERPRETED_S)
 
 
 def measured() -> str:

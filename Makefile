@@ -23,7 +23,7 @@ PROGRAMS := redis-server chromium buildah
 # Tests that start hardly an engine, the simulation first as it takes longest. Most wait more than they compute, so that
 # there are more workers than cores.
 LIGHT := tests/simulation tests/shells tests/benchmarks tests/engine tests/frontend tests/fuzz tests/kv tests/llumlet \
-  tests/llumsched tests/packaging tests/patching tests/protocol tests/scenarios tests/security tests/simulator \
+  tests/llumsched tests/packaging tests/patching tests/protocol tests/scenarios tests/security tests/llumsim \
   $(wildcard tests/test_*.py)
 LIGHT_WORKERS := --numprocesses 3 --no-loadscope-reorder
 # The others, with up to nine engines at a time.

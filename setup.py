@@ -197,7 +197,6 @@ setup(
         "": ["py.typed", "*.pyi", "*.proto"],
         "llumsched.scheduler": ["page/*"],
         "llumsched.policy": ["policies/*.yaml"],
-        "llumsched.simulator": ["models/*.json"],
     },
     include_package_data=False,
     ext_modules=[KERNELS[name] for name in KERNELS_OF[device]],

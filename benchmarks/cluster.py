@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated import MOVES, NOTATION, SETTING_HELP, Load, add_rescheduling, read_setting, showing
-from llumsched.simulator.cluster import ClusterConfig, Happening, What, run
-from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.lengths import PAIRS
-from llumsched.simulator.member import Cadence
-from llumsched.simulator.metrics import Metrics, Slo, Summary
-from llumsched.simulator.step_model import built_in_hardware, load_hardware
+from llumsim.cluster.control import ControlConfig
+from llumsim.cluster.lengths import PAIRS
+from llumsim.cluster.member import Cadence
+from llumsim.cluster.metrics import Metrics, Slo, Summary
+from llumsim.cluster.run import ClusterConfig, Happening, What, run
+from llumsim.engine.step_model import built_in_hardware, load_hardware
 from tests.support.report import add_json, print_json
 
 _HAPPENS: Final = {

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import NullFormatter
 
-from llumsched.simulator.metrics import Gaps, Metrics, Summary
+from llumsim.cluster.metrics import Gaps, Metrics, Summary
 
 Results = Sequence[tuple[str, Summary, Metrics]]
 

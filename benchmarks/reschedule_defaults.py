@@ -25,7 +25,7 @@ from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling.config import Config, LoadTarget
 from llumsched.rescheduling.moves import Selection
 from llumsched.rescheduling.rescheduler import Rescheduler
-from llumsched.testing import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
+from llumsim.live import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
 from tests.support.progress import saying
 
 MODEL: Final = engine_model(num_blocks=4096)

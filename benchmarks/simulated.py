@@ -22,9 +22,9 @@ from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.reader import built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
 from llumsched.rescheduling.config import Config as ReschedulingConfig
-from llumsched.simulator.lengths import LENGTHS, PAIRS, Lengths
-from llumsched.simulator.step_model import EngineConfig
-from llumsched.simulator.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled, waved
+from llumsim.cluster.lengths import LENGTHS, PAIRS, Lengths
+from llumsim.cluster.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled, waved
+from llumsim.engine.step_model import EngineConfig
 
 _RESCHEDULING: Final = (rescheduling.Switches, ReschedulingConfig)
 MOVES: Final = "+moves"

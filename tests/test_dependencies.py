@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("llumlet", "llumsched", "vllm_llumnix")
+PACKAGES = (*PRODUCT, "llumsim")
 FORBIDDEN = {
     "llumlet/protocol": {"asyncio", "socket", "time", "datetime", "threading", "torch", "vllm", "zmq", "grpc", "google",
                          "llumsched", "vllm_llumnix"},
@@ -18,8 +19,14 @@ FORBIDDEN = {
     "vllm_llumnix/engine": {"llumsched", "vllm_llumnix.frontend"},
     "vllm_llumnix/frontend": {"llumsched", "vllm_llumnix.engine", "vllm_llumnix.kv"},
     "vllm_llumnix/patching": {"vllm", "torch", "msgspec", "vllm_llumnix.engine", "vllm_llumnix.frontend"},
-    "llumlet": {"vllm", "torch", "vllm_llumnix", "llumsched"},
-    "llumsched": {"vllm", "torch", "vllm_llumnix"},
+    "llumlet": {"vllm", "torch", "vllm_llumnix", "llumsched", "llumsim"},
+    "llumsched": {"vllm", "torch", "vllm_llumnix", "llumsim"},
+    "vllm_llumnix": {"llumsched", "llumsim"},
+    "llumsim": {"vllm", "torch", "vllm_llumnix"},
+    "llumsim/engine": {"llumsim.moves", "llumsim.cluster", "llumsim.live"},
+    "llumsim/moves": {"llumsim.cluster", "llumsim.live"},
+    "llumsim/live": {"llumsim.cluster"},
+    "llumsim/cluster": {"llumsim.live"},
 }  # fmt: skip
 
 WITHIN_LLUMSCHED = {
@@ -95,7 +102,7 @@ def test_hooks_import_the_standard_library_only(module: str) -> None:
 def product_imports() -> dict[str, set[str]]:
     """Every module of the product, and the modules of the product that it imports, wherever in the file. A package is
     its `__init__`: who imports a module of it depends on that one alone."""
-    paths = [path for package in PRODUCT for path in sorted((ROOT / package).rglob("*.py"))]
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     found = {}
     for module, path in modules.items():
@@ -149,7 +156,7 @@ def test_circles_are_found() -> None:
 def test_nothing_is_printed_as_markup() -> None:
     """Rich would take `[mooncake]` in somebody's words for a style, and leave it out."""
     found = set[str]()
-    for path in sorted(path for top in (*PRODUCT, "benchmarks") for path in (ROOT / top).rglob("*.py")):
+    for path in sorted(path for top in (*PACKAGES, "benchmarks") for path in (ROOT / top).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Console", "TextColumn"):
                 plain = any(word.arg == "markup" and ast.unparse(word.value) == "False" for word in node.keywords)

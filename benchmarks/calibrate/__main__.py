@@ -46,10 +46,10 @@ from benchmarks.calibrate.real import Cluster, CountedStatuses
 from benchmarks.calibrate.tables import tables
 from benchmarks.rebalance import Arrival, Case
 from llumsched.rescheduling.config import Config as ReschedulingConfig
-from llumsched.simulator.cluster import ClusterConfig
-from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.step_model import describe_hardware
 from llumsched.up.ports import free_port
+from llumsim.cluster.control import ControlConfig
+from llumsim.cluster.run import ClusterConfig
+from llumsim.engine.step_model import describe_hardware
 from tests.support.harness import Fleet
 from tests.support.progress import Say, saying
 from tests.support.report import add_json, print_json

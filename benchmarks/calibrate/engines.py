@@ -17,7 +17,7 @@ from typing import Final
 from benchmarks.calibrate.steps_on_cpu import steps_on_cpu
 from benchmarks.calibrate.steps_on_cpu.steps_on_cpu import StepRecord
 from llumsched.latency.fitting import MeasuredStep
-from llumsched.simulator.step_model import EngineConfig
+from llumsim.engine.step_model import EngineConfig
 from tests.support.harness import Server, ServerSpec
 from tests.support.model import PRESETS, build
 

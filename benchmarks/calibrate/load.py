@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from benchmarks.rebalance import TOKEN_IDS, Arrival
-from llumsched.simulator.cluster import ClusterConfig, run
-from llumsched.simulator.workload import Arrival as SimulatedArrival
+from llumsim.cluster.run import ClusterConfig, run
+from llumsim.cluster.workload import Arrival as SimulatedArrival
 from tests.support.client import Stream
 
 SEEDS: Final = range(5)

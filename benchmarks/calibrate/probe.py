@@ -23,8 +23,8 @@ from benchmarks.calibrate.real import Cluster
 from benchmarks.rebalance import TOKEN_IDS, Case, play
 from llumlet.client import LlumletClient
 from llumsched.latency.fitting import Coefficients, MeasuredStep, fit
-from llumsched.simulator.member import Cadence
-from llumsched.simulator.step_model import Hardware, StepModel
+from llumsim.cluster.member import Cadence
+from llumsim.engine.step_model import Hardware, StepModel
 from tests.support.client import Client
 from tests.support.harness import Server
 from tests.support.moves import Move, move_stream

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import uvloop
 
-from llumsched.testing import SimulatedCluster, SimulatedInstance, engine_model
+from llumsim.live import SimulatedCluster, SimulatedInstance, engine_model
 
 STEP_S: Final = 0.05
 _TIMES_SLOWER: Final = 50.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from llumsched.testing.requests import VOCABULARY, next_token
+from llumsim.live.streams import VOCABULARY, next_token
 
 MODEL = "simulated"
 _MOST_KEPT = 50

@@ -20,12 +20,12 @@ from typing import Final
 
 from benchmarks.objectives.outcome import Outcome
 from benchmarks.simulated import Load
-from llumsched.simulator.cluster import ClusterConfig, run
-from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.foresight import Miss
-from llumsched.simulator.member import Cadence
-from llumsched.simulator.metrics import Metrics, Summary
-from llumsched.simulator.step_model import load_hardware
+from llumsim.cluster.control import ControlConfig
+from llumsim.cluster.foresight import Miss
+from llumsim.cluster.member import Cadence
+from llumsim.cluster.metrics import Metrics, Summary
+from llumsim.cluster.run import ClusterConfig, run
+from llumsim.engine.step_model import load_hardware
 from tests.support.progress import Say
 from tests.support.stats import median, quantile
 

@@ -18,7 +18,7 @@ from benchmarks.paper.lab import Lab, Run
 from benchmarks.paper.lab import Outcome as Played
 from benchmarks.paper.priorities import measure_kinds
 from benchmarks.simulated import Load, read_setting
-from llumsched.simulator.step_model import load_hardware
+from llumsim.engine.step_model import load_hardware
 
 VIRTUAL: Final = "virtual-usage+moves --rescheduling-neutral-load-metric virtual_usage"
 _LOADS: Final = (("s-s", 26.0, 8), ("m-m", 8.2, 4), ("m-m", 10.0, 6))

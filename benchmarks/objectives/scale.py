@@ -29,12 +29,12 @@ from benchmarks.objectives.outcome import Outcome
 from benchmarks.paper.lab import INFAAS
 from benchmarks.simulated import Load, Setting, read_setting
 from llumsched.scaling.config import Bounds, Config
-from llumsched.simulator.cluster import ClusterConfig, run
-from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.lengths import LENGTHS
-from llumsched.simulator.metrics import Slo, Summary
-from llumsched.simulator.step_model import Hardware, load_hardware
-from llumsched.simulator.workload import Arrival, clipped
+from llumsim.cluster.control import ControlConfig
+from llumsim.cluster.lengths import LENGTHS
+from llumsim.cluster.metrics import Slo, Summary
+from llumsim.cluster.run import ClusterConfig, run
+from llumsim.cluster.workload import Arrival, clipped
+from llumsim.engine.step_model import Hardware, load_hardware
 from tests.support.progress import Say
 
 TAIL_S: Final = 5.0

@@ -24,8 +24,8 @@ from benchmarks.objectives.outcome import Outcome
 from benchmarks.paper.lab import Lab, Run
 from benchmarks.rebalance import Case
 from benchmarks.simulated import Load, read_setting
-from llumsched.simulator.metrics import Slo
 from llumsched.up.ports import free_port
+from llumsim.cluster.metrics import Slo
 from tests.support.harness import Fleet
 from tests.support.progress import Say
 

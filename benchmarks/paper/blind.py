@@ -17,7 +17,7 @@ from typing import Final
 
 from benchmarks.paper.lab import RANDOM, RANDOM_MOVES, Lab, Run, mean
 from benchmarks.simulated import MOVES, Load
-from llumsched.simulator.metrics import Metrics, RequestRecord, quantile
+from llumsim.cluster.metrics import Metrics, RequestRecord, quantile
 
 _RATES: Final = (6.7, 8.2)
 """Requests a second. The second is the knee (`serving`)."""

@@ -15,10 +15,10 @@ from typing import Final
 from benchmarks.paper.lab import Lab, Run
 from benchmarks.simulated import Load
 from llumsched.latency.fitting import pairs
-from llumsched.simulator import PS
-from llumsched.simulator.cluster import Happening, What
-from llumsched.simulator.lengths import LENGTHS, Lengths
-from llumsched.simulator.step_model import Hardware, load_hardware
+from llumsim import PS
+from llumsim.cluster.lengths import LENGTHS, Lengths
+from llumsim.cluster.run import Happening, What
+from llumsim.engine.step_model import Hardware, load_hardware
 
 _INSTANCES: Final = 4
 _PREFILL_SHARE: Final = 0.3

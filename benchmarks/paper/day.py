@@ -15,7 +15,7 @@ from typing import Final
 
 from benchmarks.paper.lab import INFAAS, Lab, Run, mean
 from benchmarks.simulated import Load
-from llumsched.simulator.metrics import Metrics, RequestRecord, quantile
+from llumsim.cluster.metrics import Metrics, RequestRecord, quantile
 
 _PEAK_RATE: Final = 8.2
 _VALLEY: Final = 0.3

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.paper.lab import INFAAS, Lab, mean
 from benchmarks.paper.staleness import runs
-from llumsched.simulator.metrics import Metrics, RequestRecord, quantile
+from llumsim.cluster.metrics import Metrics, RequestRecord, quantile
 
 
 def play(lab: Lab) -> None:

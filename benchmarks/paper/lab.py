@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated import MOVES, Load, Setting, read_setting, showing
-from llumsched.simulator.cluster import ClusterConfig, Happening, run
-from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.member import Cadence
-from llumsched.simulator.metrics import Metrics, RequestRecord, Slo
-from llumsched.simulator.step_model import Hardware, load_hardware
+from llumsim.cluster.control import ControlConfig
+from llumsim.cluster.member import Cadence
+from llumsim.cluster.metrics import Metrics, RequestRecord, Slo
+from llumsim.cluster.run import ClusterConfig, Happening, run
+from llumsim.engine.step_model import Hardware, load_hardware
 from tests.support.report import print_json
 
 HERE: Final = Path(__file__).parent

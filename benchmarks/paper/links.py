@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from benchmarks.paper.lab import Lab, Run
 from benchmarks.simulated import Load
-from llumsched.simulator.step_model import load_hardware
+from llumsim.engine.step_model import load_hardware
 
 
 def play(lab: Lab) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.paper.lab import Lab, Run
 from benchmarks.simulated import Load, read_setting
-from llumsched.simulator.metrics import Metrics, RequestRecord
+from llumsim.cluster.metrics import Metrics, RequestRecord
 
 
 def play(lab: Lab) -> None:

@@ -14,8 +14,8 @@ from typing import Final
 
 from benchmarks.paper.lab import Lab, Run
 from benchmarks.simulated import Load
-from llumsched.simulator.metrics import Metrics, RequestRecord
-from llumsched.simulator.step_model import load_hardware
+from llumsim.cluster.metrics import Metrics, RequestRecord
+from llumsim.engine.step_model import load_hardware
 
 TRACE: Final = "mooncake_fast25_synthetic.jsonl"
 _INSTANCES: Final = 4

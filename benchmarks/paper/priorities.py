@@ -20,8 +20,8 @@ from typing import Final
 from benchmarks.paper.lab import Lab, Outcome, Run, mean, ratio
 from benchmarks.simulated import Load
 from llumlet.protocol.urgency import is_urgent
-from llumsched.simulator.metrics import Metrics, RequestRecord, Slo, quantile
-from llumsched.simulator.step_model import load_hardware
+from llumsim.cluster.metrics import Metrics, RequestRecord, Slo, quantile
+from llumsim.engine.step_model import load_hardware
 
 _LOADS: Final = ((7.4, 2), (10.0, 2), (7.4, 8))
 """Requests a second, and the variation of the time between two: the second is more than the cluster bears."""

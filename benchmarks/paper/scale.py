@@ -12,7 +12,7 @@ from typing import Final
 
 from benchmarks.paper.lab import Lab, Run
 from benchmarks.simulated import Load
-from llumsched.simulator.member import Cadence
+from llumsim.cluster.member import Cadence
 
 RATES: Final = {"azure2023_conv.csv": 0.39, "azure2023_code.csv": 0.8}
 """Requests a second for each instance: about half of what one bears."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.paper.lab import INFAAS, Lab, Run
 from benchmarks.simulated import Load, Setting
-from llumsched.simulator.member import Cadence
+from llumsim.cluster.member import Cadence
 
 
 def runs(lab: Lab, settings: Iterable[Setting], lates: Iterable[float], **more: Any) -> Iterator[Run]:

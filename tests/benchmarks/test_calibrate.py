@@ -30,9 +30,9 @@ from benchmarks.calibrate.engines import measured
 from benchmarks.calibrate.load import LONG, SHORT, Counts, Played, Times, ramp, simulated, skewed
 from benchmarks.calibrate.steps_on_cpu.steps_on_cpu import Batch, Device, StepRecord, batch_of
 from llumsched.latency.fitting import MeasuredStep
-from llumsched.simulator.cluster import ClusterConfig
-from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.step_model import load_hardware
+from llumsim.cluster.control import ControlConfig
+from llumsim.cluster.run import ClusterConfig
+from llumsim.engine.step_model import load_hardware
 
 NOTHING = Counts(0, 0, 0)
 

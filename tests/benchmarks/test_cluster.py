@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of the cluster simulation. What it simulates is tested in tests/simulator."""
+"""The command line of the cluster simulation. What it simulates is tested in tests/llumsim."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from benchmarks.paper import blind, cost, day, priorities, scale
 from benchmarks.paper.lab import INFAAS, PACKING, RANDOM, RANDOM_MOVES
 from benchmarks.paper.prefixes import TRACE
 from benchmarks.simulated import add_rescheduling, read_setting
-from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.metrics import Metrics, RequestRecord, Slo
+from llumsim.cluster.control import ControlConfig
+from llumsim.cluster.metrics import Metrics, RequestRecord, Slo
 
 Rows = list[dict[str, Any]]
 Play = Callable[..., tuple[Rows, str]]

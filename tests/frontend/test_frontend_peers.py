@@ -13,8 +13,8 @@ from llumlet.report_links import LinkLost
 from llumlet.stores import open_directory
 from llumlet.types import PeerInfo, PeersResponse
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.testing import SimulatedCluster
 from llumsched.up.ports import free_port
+from llumsim.live import SimulatedCluster
 from tests.llumlet.fake_agent import until
 from tests.support.cms import cms_of
 from vllm_llumnix.frontend import peers as peers_module

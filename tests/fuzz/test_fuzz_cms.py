@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llumlet.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.testing import SimulatedCluster
+from llumsim.live import SimulatedCluster
 from tests.fuzz.hostile import anything, filled, worsened
 from tests.llumlet.fake_agent import until
 

@@ -3,7 +3,7 @@
 
     python -m tests.support.mock_api --port 9001 --model mock --tokens 32 --interval-ms 0
 
-Unlike `llumsched.testing.api`, it writes an answer once, says it as often as it is asked for, at any speed, and breaks
+Unlike `llumsim.live.api`, it writes an answer once, says it as often as it is asked for, at any speed, and breaks
 off at any byte. A token is a number; the next one is a function of the one before it and of its position, so that an
 answer continued from `prompt + delivered` equals an answer in one piece. Its text is that of `bytes_of`: characters of
 several bytes, of which some take three tokens.
@@ -24,7 +24,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from llumsched.testing.answers import Answer
+from llumsim.live.answers import Answer
 
 _WORDS = ("the", "a", "é", "日本", "🙂", "of", 'qu"ote', "back\\slash", "new\nline", "ß")
 VOCABULARY = 1000

@@ -34,11 +34,11 @@ from llumsched.request import Request
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.planner import Plan
 from llumsched.rescheduling.rescheduler import Rescheduler
-from llumsched.simulator import PS
-from llumsched.simulator.clock import VirtualLoop
-from llumsched.simulator.member import Cadence, Member
-from llumsched.simulator.requests import EngineRequest, Watcher
-from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardware
+from llumsim import PS
+from llumsim.clock import VirtualLoop
+from llumsim.cluster.member import Cadence, Member
+from llumsim.engine.requests import EngineRequest, Watcher
+from llumsim.engine.step_model import EngineConfig, StepModel, load_hardware
 from tests.llumsched import cases
 from tests.llumsched.latency.test_fitting import TRUE
 from tests.llumsched.policy.test_predictions import Known

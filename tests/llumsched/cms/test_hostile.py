@@ -31,7 +31,7 @@ from llumsched.cms.store import open_store, store_faults
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from llumsched.cms.watch import WatchStore
 from llumsched.cms.watchers import Watcher
-from llumsched.testing import SimulatedCluster
+from llumsim.live import SimulatedCluster
 from tests.llumlet.fake_agent import until
 from tests.support.authority import Authority, credential_files, token_file
 

@@ -19,7 +19,7 @@ from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms import redis as redis_module
 from llumsched.cms.intake import Patience
 from llumsched.cms.redis import RedisStore
-from llumsched.testing import SimulatedCluster
+from llumsim.live import SimulatedCluster
 from tests.llumlet.fake_agent import until
 from tests.support.redis_server import RedisServer
 

@@ -18,8 +18,8 @@ from llumlet.stores import open_directory
 from llumlet.types import InstanceMetadata
 from llumsched.cms.redis import RedisStore
 from llumsched.rescheduling.leadership import Lease
-from llumsched.testing import SimulatedCluster
 from llumsched.up.ports import free_port
+from llumsim.live import SimulatedCluster
 from tests.llumlet.fake_agent import until
 from tests.support.authority import Authority, credential_files, token_file
 from tests.support.redis_server import RedisServer, SentinelGroup, eventually

@@ -17,7 +17,7 @@ from llumsched.cms import redis as redis_module
 from llumsched.cms.redis import RedisStore
 from llumsched.rescheduling import leadership
 from llumsched.rescheduling.leadership import LEASE_S, Lease
-from llumsched.testing import SimulatedCluster
+from llumsim.live import SimulatedCluster
 from tests.llumlet.fake_agent import until
 from tests.support.redis_server import SERVICE, RedisServer, SentinelGroup, eventually
 

@@ -24,7 +24,7 @@ from llumsched.cms.intake import Patience
 from llumsched.cms.redis import RedisStore
 from llumsched.cms.store import Store
 from llumsched.cms.watch import WatchStore
-from llumsched.testing import SimulatedCluster, SimulatedInstance
+from llumsim.live import SimulatedCluster, SimulatedInstance
 from tests.llumlet.fake_agent import until
 from tests.support.redis_server import RedisServer
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from llumsched.cli import main, prepare
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.testing import SimulatedCluster, engine_model
+from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import Llumnix
 from tests.support.redis_server import RedisServer

@@ -21,7 +21,7 @@ from llumsched.gateway.scheduled import Scheduled
 from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime, SchedulerAnswer
 from llumsched.gateway.waiting import Queues, Waiting
 from llumsched.request import Request
-from llumsched.simulator.clock import VirtualLoop
+from llumsim.clock import VirtualLoop
 
 _SCHEDULER = Address("scheduler", 1)
 _BACKEND = Backends((), None, Limits(0.5), {}).at(Address("127.0.0.1", 9))  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from llumsched.latency.fitting import FEWEST_STEPS, Coefficients, MeasuredStep, fit, pairs
-from llumsched.simulator.step_model import StepModel
+from llumsim.engine.step_model import StepModel
 
 TRUE = Coefficients(a=0.03, b=2e-4, c=8e-9, d=1.5e-4, e=2e-6)
 

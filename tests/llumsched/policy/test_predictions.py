@@ -19,11 +19,11 @@ from llumsched.cluster.table import Table, standard_table
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.metrics import METRICS
 from llumsched.request import Request
-from llumsched.simulator import PS
-from llumsched.simulator.clock import VirtualLoop
-from llumsched.simulator.member import Cadence, Member
-from llumsched.simulator.requests import EngineRequest, Watcher
-from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardware
+from llumsim import PS
+from llumsim.clock import VirtualLoop
+from llumsim.cluster.member import Cadence, Member
+from llumsim.engine.requests import EngineRequest, Watcher
+from llumsim.engine.step_model import EngineConfig, StepModel, load_hardware
 from tests.llumsched import cases
 from tests.llumsched.cases import Known
 from tests.llumsched.latency.test_fitting import TRUE

@@ -9,7 +9,7 @@ import pytest
 from llumsched.policy.document import Mode, load_policy
 from llumsched.rescheduling.config import Config
 from llumsched.scheduler.process import SchedulerConfig, serve
-from llumsched.testing import SimulatedCluster, engine_model
+from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 
 

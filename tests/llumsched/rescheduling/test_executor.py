@@ -20,7 +20,7 @@ from llumsched.rescheduling.executor import Executor
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
-from llumsched.testing import SimulatedCluster, SimulatedRequest, engine_model
+from llumsim.live import SimulatedCluster, SimulatedRequest, engine_model
 from tests.llumlet.fake_agent import until
 
 pytestmark = pytest.mark.asyncio

@@ -25,7 +25,7 @@ from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.leadership import LEASE_S, Lease
 from llumsched.rescheduling.planner import Plan
 from llumsched.rescheduling.rescheduler import Rescheduler
-from llumsched.testing import SimulatedCluster, engine_model
+from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 from tests.support.redis_server import RedisServer, SentinelGroup
 

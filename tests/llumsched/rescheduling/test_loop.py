@@ -21,7 +21,7 @@ from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.moves import Purpose
 from llumsched.rescheduling.records import Outcome
 from llumsched.rescheduling.rescheduler import Rescheduler
-from llumsched.testing import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
+from llumsim.live import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
 from tests.llumlet.fake_agent import until
 from tests.llumsched.rescheduling.cluster import instance
 

@@ -19,7 +19,7 @@ from llumlet.block_hashes import chain, root_of
 from llumlet.server import serve as serve_llumlet
 from llumlet.types import CacheChanges
 from llumsched.rescheduling.process import serve as serve_rescheduler
-from llumsched.testing import SimulatedCluster, engine_model
+from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import FakeAgent, until
 from tests.llumsched.rescheduling.cluster import balancing, instance
 from tests.support.cms import cms_of, embedded_store

@@ -14,7 +14,7 @@ from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling import process, turns
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.turns import STAND_BY_S, Turns
-from llumsched.testing import SimulatedCluster, SimulatedRequest, engine_model
+from llumsim.live import SimulatedCluster, SimulatedRequest, engine_model
 from tests.llumlet.fake_agent import until
 
 

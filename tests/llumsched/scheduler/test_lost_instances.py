@@ -17,7 +17,7 @@ from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.request import Request
 from llumsched.rescheduling.config import Config
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.testing import SimulatedCluster, engine_model
+from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 from tests.llumsched import cases
 from tests.support.redis_server import RedisServer

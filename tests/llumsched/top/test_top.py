@@ -24,10 +24,10 @@ from textual.widgets import DataTable, Static
 from llumlet.types import Address
 from llumsched import cli
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.testing import SimulatedCluster
 from llumsched.top import rows
 from llumsched.top.app import TopApp
 from llumsched.top.source import Glance, Source
+from llumsim.live import SimulatedCluster
 
 DEADLINE_S = 60.0
 MOVE = {

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the view is from the truth, and several schedulers that share a cluster."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from llumsim.cluster.control import ControlConfig
+from llumsim.cluster.lengths import LENGTHS
+from llumsim.cluster.member import Cadence
+from llumsim.cluster.metrics import Metrics, Summary
+from llumsim.cluster.run import ClusterConfig, Happening, What, run
+from llumsim.cluster.workload import Arrival, clipped, made_up
+from llumsim.engine.step_model import load_hardware
+
+A10 = load_hardware("a10-llama-7b")
+MEDIUM = LENGTHS["medium"], LENGTHS["medium"]
+
+
+def played(late_s: float = 0.2, happenings: tuple[Happening, ...] = (), **control: Any) -> tuple[Summary, Metrics]:
+    config = ClusterConfig(
+        groups=[("", A10, 4)],
+        control=ControlConfig(**{"rescheduling": None, **control}),
+        cadence=Cadence(late_s=late_s, foretold=1.0),
+        happenings=happenings,
+    )
+    return run(config, clipped(made_up(1.5, 120, MEDIUM, random.Random(1)), 13_616))
+
+
+def test_who_looks_changes_nothing_and_sees_what_moving_on_is_worth() -> None:
+    without, none = played()
+    with_it, metrics = played(foresight_s=0.5)
+    assert with_it == without
+    assert not none.misses
+    misses = metrics.misses[len(metrics.misses) // 4 :]
+    assert sum(abs(one.moved_kv) for one in misses) * 3 < sum(abs(one.reported_kv) for one in misses)
+    assert sum(abs(one.moved_batch) for one in misses) * 3 < sum(abs(one.reported_batch) for one in misses)
+    assert all(0.2 < one.age_s < 0.7 or one.reported_batch == 0 for one in misses), "idle ones tell once a second"
+
+
+def test_several_schedulers_share_a_cluster_whatever_happens_to_it() -> None:
+    happenings = (Happening(20, What.FAIL, 1), Happening(30, What.STOP, 2), Happening(31, What.START, 2))
+    summary, _ = played(0.0, happenings, num_schedulers=3)
+    assert summary.num_finished == 120
+
+
+@pytest.mark.parametrize(("number", "placed"), [(1, [2, 2, 2, 2]), (4, [4, 4]), (8, [8])])
+def test_schedulers_that_do_not_know_of_each_other_follow_each_other(number: int, placed: list[int]) -> None:
+    """Eight requests at once, before a status shows any of them: each scheduler counts its own only."""
+    records = io.StringIO()
+    control = ControlConfig(rescheduling=None, num_schedulers=number)
+    arrivals = [Arrival(5.0, 100, 20)] * 8
+    run(ClusterConfig(groups=[("", A10, 4)], control=control, cadence=Cadence(late_s=1.0)), arrivals, records)
+    chosen = Counter(json.loads(line)["instances"][0] for line in records.getvalue().splitlines())
+    assert sorted(chosen.values()) == placed
+
+
+def test_the_best_of_several_may_be_asked_for_here_as_well() -> None:
+    best, _ = played(top_k=1)
+    any_of_all, _ = played(top_k=4)
+    assert best != any_of_all

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from llumsim import PS
+from llumsim.clock import VirtualLoop
+from llumsim.moves.links import Network
+
+SPEED = 1e9
+
+
+def arrivals(*transfers: tuple[float, str, str, float], cancel_s: float | None = None) -> list[float]:
+    """When each is there, in seconds; 0 if never. Of each: when it begins, from, to, gigabytes. `cancel_s`: when the
+    first one is cancelled."""
+    loop = VirtualLoop()
+    network = Network(loop)
+    done = [0.0] * len(transfers)
+
+    async def main() -> None:
+        begun = []
+
+        def begin(number: int, source: str, destination: str, size: float) -> None:
+            def arrived(now_ps: int) -> None:
+                done[number] = now_ps / PS
+
+            begun.append(network.transfer(source, destination, int(size * 1e9), SPEED, arrived))
+
+        for number, (at_s, *rest) in enumerate(transfers):
+            loop.at(round(at_s * PS), lambda _, number=number, rest=rest: begin(number, *rest))
+        if cancel_s is not None:
+            loop.at(round(cancel_s * PS), lambda _: network.cancel(begun[0]))
+        await asyncio.sleep(1000)
+
+    loop.run_until_complete(main())
+    loop.close()
+    return done
+
+
+def test_alone_it_has_the_whole_link() -> None:
+    assert arrivals((1, "a", "b", 3)) == pytest.approx([4])
+
+
+def test_two_that_share_an_end_share_its_speed() -> None:
+    assert arrivals((0, "a", "b", 1), (0, "a", "c", 2)) == pytest.approx([2, 3])
+    assert arrivals((0, "a", "c", 1), (0, "b", "c", 2)) == pytest.approx([2, 3])
+
+
+def test_who_comes_later_slows_down_who_is_there() -> None:
+    assert arrivals((0, "a", "b", 2), (1, "a", "c", 1)) == pytest.approx([3, 3])
+
+
+def test_both_directions_and_other_nodes_are_free() -> None:
+    assert arrivals((0, "a", "b", 1), (0, "b", "a", 1), (0, "c", "d", 1)) == pytest.approx([1, 1, 1])
+
+
+def test_within_a_node_the_network_is_not_used() -> None:
+    assert arrivals((0, "a", "a", 1), (0, "a", "b", 1)) == pytest.approx([1, 1])
+    assert arrivals((0, "a", "a", 1), (0, "a", "a", 1)) == pytest.approx([2, 2])
+
+
+def test_a_cancelled_one_never_arrives_and_leaves_its_share() -> None:
+    assert arrivals((0, "a", "b", 5), (0, "a", "c", 2), cancel_s=1) == pytest.approx([0, 2.5])
+    assert arrivals((0, "a", "b", 1), cancel_s=2) == pytest.approx([1])

@@ -8,9 +8,10 @@ gateways complain. Faults of the other mode's section are reported with the rest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, Final
 
 from llumlet.protocol.infer_type import InferType
@@ -108,13 +109,13 @@ def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Po
 def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Policy:
     """The policy of a text. Raises PolicyError."""
     document = parse_yaml(text, source)
-    reader = _DispatchReader(source, document, mode, overrides)
-    policy, faults = reader.policy(), reader.faults
+    section = _Section(source, document, mode, overrides)
+    policy, faults = section.policy(), section.reader.faults
     other_mode = Mode.LITE if mode is Mode.FULL else Mode.FULL
-    if reader.document.get(other_mode) is not None:
-        other = _DispatchReader(source, document, other_mode, Overrides())
+    if section.reader.document.get(other_mode) is not None:
+        other = _Section(source, document, other_mode, Overrides())
         other.policy()
-        faults += [fault for fault in other.faults if fault not in faults]
+        faults += [fault for fault in other.reader.faults if fault not in faults]
     if faults:
         raise PolicyError(faults)
     return policy
@@ -129,85 +130,78 @@ _SETTINGS: Final = {
 """Fields of `Overrides`, and the settings whose place they take."""
 
 
-class _DispatchReader(Reader):
-    """What a document says of one mode."""
+class _Section:
+    """One mode's section of a document, with what flags say instead."""
 
     def __init__(self, source: str, document: Any, mode: Mode, overrides: Overrides) -> None:
-        super().__init__(source, document, overrides.constants)
+        fits = attrgetter("full" if mode is Mode.FULL else "lite")
+        self.reader = Reader(source, document, fits, f"is no metric of {mode} mode", overrides.constants)
         self._mode, self._overrides = mode, overrides
         self._overridden: set[str] = set()
-        """Fields of the overrides that were used, those by infer type with it."""
+        """Fields of the overrides that were used; those by infer type have it after their name."""
 
     def policy(self) -> Policy:
-        """The policy; not to be used if there are faults."""
-        stages = self._stages(self.document.get(self._mode)) if self.document else {}
-        return Policy(self.name, self._mode, stages, self.constants, self.built_in_constants)
+        """The policy; not to be used if the reader has faults."""
+        reader = self.reader
+        stages = self._stages(reader.document.get(self._mode)) if reader.document else {}
+        return Policy(reader.name, self._mode, stages, reader.constants, reader.built_in_constants)
 
     def _stages(self, sections: Any) -> dict[InferType, Stage]:
         if not isinstance(sections, dict) or not sections:
-            self.fault("", f"has no section {str(self._mode)!r} with infer types")
+            self.reader.fault("", f"has no section {str(self._mode)!r} with infer types")
             return {}
-        self.only(f"{self._mode}", sections, set(InferType))
+        self.reader.only(f"{self._mode}", sections, set(InferType))
         stages = {
             infer_type: stage
             for infer_type in InferType
             if infer_type in sections and (stage := self._stage(infer_type, sections[infer_type])) is not None
         }
-        self._all_overridden()
+        for where, said in self._not_overridden():
+            self.reader.fault(where, said)
         return stages
 
     def _stage(self, infer_type: InferType, section: Any) -> Stage | None:
-        where = f"{self._mode}.{infer_type}"
+        reader, where = self.reader, f"{self._mode}.{infer_type}"
         if not isinstance(section, dict):
-            self.fault(where, "is not a mapping of metrics, filters, selector")
+            reader.fault(where, "is not a mapping of metrics, filters, selector")
             return None
-        self.only(where, section, {"metrics", "filters", "selector"})
+        reader.only(where, section, {"metrics", "filters", "selector"})
         names = section.get("metrics", [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            self.fault(where, "metrics is not a list of names")
+            reader.fault(where, "metrics is not a list of names")
             return None
-        first, instead = (names[0] if names else None), self._overrides.metrics.get(infer_type)
-        renamed = {}
-        if first is not None and instead is not None:
-            renamed[first] = instead
+        first = instead = names[0] if names else None
+        if first is not None and infer_type in self._overrides.metrics:
+            instead = self._overrides.metrics[infer_type]
             self._overridden.add(f"metrics {infer_type}")
-        metrics = [metric for name in names if (metric := self._metric(where, renamed.get(name, name))) is not None]
-        filters = self._filters(where, infer_type, section.get("filters", []), renamed, first)
-        selector = self._selector(where, section.get("selector"), renamed.get(first, first), names)
-        return Stage(infer_type, tuple(metrics), Filters.of(filters), selector) if selector is not None else None
 
-    def _filters(
-        self, where: str, infer_type: InferType, entries: Any, renamed: Mapping[str, str], first: str | None
-    ) -> list[f.Filter | f.GroupFilter]:
-        found: list[f.Filter | f.GroupFilter] = [f.InferTypeFilter(infer_type), *(make() for make in STRUCTURAL)]
-        if not isinstance(entries, list):
-            self.fault(where, "filters is not a list")
-            return found
-        for entry in entries:
-            name, settings = self.entry(where, entry)
-            if name == "metricBasedFilter" and "metric" in settings:
-                named = settings["metric"]
-                if named == first and infer_type in self._overrides.thresholds:
+        def changed(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+            if name == f.MetricBasedFilter.name and first is not None and settings.get("metric") == first:
+                settings["metric"] = instead
+                if infer_type in self._overrides.thresholds:
                     settings["threshold"] = self._overrides.thresholds[infer_type]
                     self._overridden.add(f"thresholds {infer_type}")
-                settings["metric"] = self._metric(where, renamed.get(named, named) if named == first else named)
-                if settings["metric"] is None:
-                    continue
-            made = self.make(where, "filter", name, self.filters, settings | self._instead(name), f.filter_fault)
-            if made is not None:
-                found.append(made)
-        return found
+            return settings | self._instead(name)
 
-    def _selector(self, where: str, entry: Any, first: str | None, names: list[str]) -> Selector | None:
-        name, settings = self.entry(where, entry)
+        names = [instead if name == first else name for name in names]
+        metrics = [metric for name in names if (metric := reader.metric(where, name)) is not None]
+        filters = reader.listed_filters(where, section.get("filters", []), changed)
+        structural = (f.InferTypeFilter(infer_type), *(make() for make in STRUCTURAL))
+        selector = self._selector(where, section.get("selector"), names)
+        return Stage(infer_type, tuple(metrics), Filters.of([*structural, *filters]), selector) if selector else None
+
+    def _selector(self, where: str, entry: Any, names: list[str]) -> Selector | None:
+        reader = self.reader
+        name, settings = reader.entry(where, entry)
         if name in ("metricBasedSelector", "weightedSelector") and not names:
-            self.fault(where, f"{name} needs a metric")
+            reader.fault(where, f"{name} needs a metric")
         settings |= self._instead(name)
-        made: Selector | None = self.make(where, "selector", name, self.selectors, settings, selector_fault)
+        made: Selector | None = reader.make(where, "selector", name, reader.selectors, settings, selector_fault)
         if isinstance(made, WeightedSelector):
-            strange = sorted(made.weights.keys() - {first, *names[1:]})
-            for metric in strange:
-                self.fault(where, f"weightedSelector: weighs {metric!r}, which is none of the metrics of this section")
+            for metric in sorted(made.weights.keys() - set(names)):
+                reader.fault(
+                    where, f"weightedSelector: weighs {metric!r}, which is none of the metrics of this section"
+                )
         return made
 
     def _instead(self, name: str) -> dict[str, Any]:
@@ -219,26 +213,20 @@ class _DispatchReader(Reader):
         self._overridden.add(field_name)
         return {} if value is None else {setting: value}
 
-    def _all_overridden(self) -> None:
-        """Faults of overrides that found nothing: who gives a flag that changes nothing meant something by it."""
-        for infer_type, metric in self._overrides.metrics.items():
+    def _not_overridden(self) -> Iterator[tuple[str, str]]:
+        """Faults of overrides that changed nothing: a flag without effect is an error."""
+        overrides, known = self._overrides, self.reader.constants
+        for infer_type, metric in overrides.metrics.items():
             if f"metrics {infer_type}" not in self._overridden:
-                self.fault(f"{self._mode}.{infer_type}", f"uses no metric that {metric!r} could take the place of")
-        for infer_type, threshold in self._overrides.thresholds.items():
+                yield f"{self._mode}.{infer_type}", f"uses no metric that {metric!r} could take the place of"
+        for infer_type, threshold in overrides.thresholds.items():
             if f"thresholds {infer_type}" not in self._overridden:
-                self.fault(f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}")
-        for name in sorted(self._overrides.constants.keys() - self.constants.keys() - self._overrides.optional):
-            there = f"; it defines {', '.join(sorted(self.constants))}" if self.constants else ""
-            value = self._overrides.constants[name]
-            self.fault(f"{self._mode}", f"has no constant {name} to set to {value:g}{there}")
+                yield f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}"
+        for name in sorted(overrides.constants.keys() - known.keys() - overrides.optional):
+            there = f"; it defines {', '.join(sorted(known))}" if known else ""
+            yield f"{self._mode}", f"has no constant {name} to set to {overrides.constants[name]:g}{there}"
         for part, (field_name, setting) in _SETTINGS.items():
-            value = getattr(self._overrides, field_name)
-            if value is not None and field_name not in self._overridden | self._overrides.optional:
-                self.fault(f"{self._mode}", f"has no {part} to set {setting} to {value}")
+            value = getattr(overrides, field_name)
+            if value is not None and field_name not in self._overridden | overrides.optional:
+                yield f"{self._mode}", f"has no {part} to set {setting} to {value}"
                 self._overridden.add(field_name)
-
-    def _metric(self, where: str, name: Any) -> Metric | None:
-        full = self._mode is Mode.FULL
-        return self.metric(
-            where, name, lambda metric: metric.full if full else metric.lite, f"is no metric of {self._mode} mode"
-        )

@@ -79,13 +79,14 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 
 def all_filters() -> dict[str, Maker]:
     """Built-in filters, and those of installed packages. Raises ValueError for one that is none."""
-    return load_values(FILTER_ENTRY_POINTS, _FILTERS, _fault)
+    return load_values(FILTER_ENTRY_POINTS, _FILTERS, callable_fault)
 
 
 def all_selectors() -> dict[str, Maker]:
     """Built-in selectors, and those of installed packages. Raises ValueError for one that is none."""
-    return load_values(SELECTOR_ENTRY_POINTS, _SELECTORS, _fault)
+    return load_values(SELECTOR_ENTRY_POINTS, _SELECTORS, callable_fault)
 
 
-def _fault(name: str, value: object) -> str | None:
+def callable_fault(name: str, value: object) -> str | None:
+    """Why what an entry point loads is no maker of parts; None if it is one."""
     return None if callable(value) else "is not callable"

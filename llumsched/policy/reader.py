@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sections of a policy's file have in common: definitions, filters, settings, and faults.
+"""Reads a policy's file: definitions, metrics, filters, selectors, and every fault in them.
+
+The sections for dispatch (`document`) and for rescheduling (`rescheduling.policies`) are read by one `Reader`.
 
     name: mine
     define:
@@ -12,8 +14,8 @@
     rescheduling: …   # `llumsched.rescheduling.policies`
 
 A formula may name the columns of the cluster, those of the request (`llumsched.request`), `age_s`, those of
-request providers, constants, and metrics that are known or were defined before. All faults of a file are reported at
-once, with the names that are known.
+request providers, constants, and metrics that are known or were defined before. All faults of a file are reported
+together, with the known names.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ from llumsched.policy.metrics import BUILT_IN_CONSTANTS, Metric, all_metrics
 from llumsched.policy.parts import Maker, all_filters, all_selectors, number, switch
 
 SECTIONS: Final = frozenset({"name", "define", "full", "lite", "rescheduling"})
+
+Changed = Callable[[str, dict[str, Any]], dict[str, Any]]
+"""Settings of a part with what flags say instead, by the part's name and its settings in the file."""
 
 
 class PolicyError(Faulty):
@@ -87,15 +92,19 @@ def _directory() -> Any:
 
 
 class Reader:
-    """Collects what is wrong with a document."""
+    """Reads one section of a document, and collects the faults."""
 
-    def __init__(self, source: str, document: Any, constants: Mapping[str, float] | None = None) -> None:
-        """`constants`: values in place of those that the document defines, or that are built in; it need not have them
-        all. Raises PolicyError for installed extensions that do not load."""
+    def __init__(
+        self, source: str, document: Any, fits: Callable[[Metric], bool], unfit: str, constants: Mapping[str, float]
+    ) -> None:
+        """`fits`: tells whether the section may use a metric; `unfit` is said of others. `constants`: values in place
+        of those that the document defines, or that are built in. Raises PolicyError for installed extensions that do
+        not load."""
         self.faults: list[str] = []
         self.constants: dict[str, float] = {}
         """Constants that it defines, and the built-in ones that it uses."""
-        self._given = constants or {}
+        self._fits, self._unfit = fits, unfit
+        self._given = constants
         self._source = source
         try:
             self.metrics: dict[str, Metric] = all_metrics({})
@@ -234,16 +243,16 @@ class Reader:
 
     # Parts of sections
 
-    def metric(self, where: str, name: Any, fits: Callable[[Metric], bool], wrong: str) -> Metric | None:
-        """A metric by name; None if there is a fault. `wrong` is said of one that is there and does not fit."""
+    def metric(self, where: str, name: Any) -> Metric | None:
+        """A metric by name; None if there is a fault."""
         metric = self.metrics.get(name) if isinstance(name, str) else None
-        if metric is not None and fits(metric):
+        if metric is not None and self._fits(metric):
             metric = replace(metric, of=self._settled(metric.of)) if isinstance(metric.of, Expression) else metric
             if (said := trial.fault_of(metric, self._providers)) is not None:
                 self.fault(where, f"metric {name!r} {said}")
             return metric
-        known = ", ".join(sorted(name for name, metric in self.metrics.items() if fits(metric)))
-        self.fault(where, f"metric {name!r} {'is unknown' if metric is None else wrong}; known: {known}")
+        known = ", ".join(sorted(name for name, metric in self.metrics.items() if self._fits(metric)))
+        self.fault(where, f"metric {name!r} {'is unknown' if metric is None else self._unfit}; known: {known}")
         return None
 
     def constant(self, where: str, text: Any) -> float | None:
@@ -256,6 +265,29 @@ class Reader:
             self.fault(where, f"{text!r} is no formula of constants: it names {', '.join(sorted(formula.names))}")
             return None
         return float(formula.of(lambda name: math.nan))
+
+    def resolved(self, where: str, settings: dict[str, Any]) -> bool:
+        """Replaces a metric's name by the metric, and the formula of a limit by its number. False: a fault."""
+        for key, found in (("metric", self.metric), ("limit", self.constant)):
+            if key in settings:
+                settings[key] = found(where, settings[key])
+        return None not in (settings.get("metric", 0), settings.get("limit", 0))
+
+    def listed_filters(self, where: str, entries: Any, changed: Changed) -> list[f.Filter | f.GroupFilter]:
+        """The filters of a list, without those that have a fault."""
+        if not isinstance(entries, list):
+            self.fault(where, "filters is not a list")
+            return []
+        found = []
+        for entry in entries:
+            name, settings = self.entry(where, entry)
+            settings = changed(name, settings)
+            if name == f.MetricBasedFilter.name and not self.resolved(where, settings):
+                continue
+            made = self.make(where, "filter", name, self.filters, settings, f.filter_fault)
+            if made is not None:
+                found.append(made)
+        return found
 
     def entry(self, where: str, entry: Any) -> tuple[str, dict[str, Any]]:
         """Name and settings of `name`, or of `name: {setting: value}`."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,9 +26,17 @@ USUAL: Final = (
     "decode_failover",
     "neutral_failover",
 )
-"""Policies for who says nothing else."""
+"""Policies that run unless others are named."""
+OF_ONE_TYPE: Final[Mapping[str, tuple[str, InferType]]] = {
+    "decode_load": ("load", InferType.DECODE),
+    "neutral_load": ("load", InferType.NEUTRAL),
+    **{f"{infer_type}_failover": ("failover", infer_type) for infer_type in InferType},
+}
+"""Llumnix's names for a policy on the instances of one infer type."""
 POLICIES: Final = (
     *USUAL,
+    "load",
+    "failover",
     "neutral_preemption",
     "neutral_ttft",
     "neutral_tpot",

@@ -3,20 +3,20 @@
 
     rescheduling:
       infer_type: neutral          # or prefill, decode; any: instances of all types, each type among itself
-      failed: [schedulabilityFilter, stalenessFilter: {seconds: 10}]     # who counts as failed
-      sources: [failoverFilter: {domain: instance}]                      # filters of those who may give
+      failed: [schedulabilityFilter, stalenessFilter: {seconds: 10}]     # which instances count as failed
+      sources: [failoverFilter: {domain: instance}]                      # filters of instances that may give
       destinations: [failoverFilter: {domain: instance}]                 # … and take
       selector:
         metricBalanceSelector: {metric: kv_cache_usage_ratio_projected, threshold: 0.7}
 
-Metrics, filters and definitions are those of dispatch. The built-in policies take what flags say in the place of what
-is written in their files; a file of one's own says everything itself, but for constants that are set by name.
+Metrics, filters and definitions are those of dispatch. Flags override what the files of built-in policies say. A file
+of one's own says everything itself; flags set only its constants, by name.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,11 +25,11 @@ from llumlet.protocol.selection import Order, Unit
 from llumsched.extensions import load_values
 from llumsched.policy import filters as f
 from llumsched.policy.metrics import Metric
-from llumsched.policy.parts import Maker, number
+from llumsched.policy.parts import Maker, callable_fault, number
 from llumsched.policy.pipeline import Filters
 from llumsched.policy.reader import PolicyError, Reader, is_own_file, parse_yaml, read_policy
 from llumsched.rescheduling.balance import MetricBalancePairs
-from llumsched.rescheduling.config import Config, LoadTarget, Scope
+from llumsched.rescheduling.config import OF_ONE_TYPE, Config, LoadTarget, Scope
 from llumsched.rescheduling.failover import RoundRobinPairs
 from llumsched.rescheduling.moves import Selection, selection_fault
 from llumsched.rescheduling.packing import PackingPairs
@@ -65,11 +65,14 @@ def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
 
 def load_rescheduling_policy(name: str, config: Config) -> ReschedulingPolicy:
     """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
-    document = parse_yaml(read_policy(name, "rescheduling"), name)
-    reader = _ReschedulingReader(name, document, config)
-    policy = reader.policy()
-    if policy is None or reader.faults:
-        raise PolicyError(reader.faults)
+    written, infer_type = OF_ONE_TYPE.get(name, (name, None))
+    document = parse_yaml(read_policy(written, "rescheduling"), name)
+    if infer_type is not None:
+        document |= {"name": name, "rescheduling": document["rescheduling"] | {"infer_type": infer_type}}
+    section = _Section(name, document, config)
+    policy = section.policy()
+    if policy is None or section.reader.faults:
+        raise PolicyError(section.reader.faults)
     return policy
 
 
@@ -113,88 +116,65 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 _ANY: Final = "any"
 
 
-class _ReschedulingReader(Reader):
+def _is_load(metric: Metric) -> bool:
+    return metric.full and metric.less_is_better
+
+
+class _Section:
+    """The section of a document, with what flags say instead."""
+
     def __init__(self, source: str, document: Any, config: Config) -> None:
         """`config`: values in place of the file's; of a file of one's own, only of its constants."""
         is_own = is_own_file(source)
-        super().__init__(source, document, config.constants(of_own_file=is_own))
+        self.reader = Reader(source, document, _is_load, "is no load of a status", config.constants(of_own_file=is_own))
         self._config = None if is_own else config
         try:
-            self.pair_selectors: dict[str, Maker] = load_values(
-                ENTRY_POINTS, _SELECTORS, lambda _, value: None if callable(value) else "is not callable"
-            )
+            self._selectors: dict[str, Maker] = load_values(ENTRY_POINTS, _SELECTORS, callable_fault)
         except ValueError as error:
             raise PolicyError([str(error)]) from error
 
     def policy(self) -> ReschedulingPolicy | None:
         """The policy; None, or one that is not to be used, if there are faults."""
-        section, where = self.document.get("rescheduling"), "rescheduling"
+        reader, where = self.reader, "rescheduling"
+        section = reader.document.get(where)
         if not isinstance(section, dict):
-            self.fault("", "has no section 'rescheduling'")
+            reader.fault("", "has no section 'rescheduling'")
             return None
-        self.only(where, section, {"infer_type", "failed", "sources", "destinations", "selector"})
+        reader.only(where, section, {"infer_type", "failed", "sources", "destinations", "selector"})
         wanted = section.get("infer_type", InferType.NEUTRAL)
         if wanted not in (*InferType, _ANY):
-            self.fault(where, f"infer_type {wanted!r} is none of {', '.join((*InferType, _ANY))}")
+            reader.fault(where, f"infer_type {wanted!r} is none of {', '.join((*InferType, _ANY))}")
             return None
-        infer_type = InferType.NEUTRAL if wanted == _ANY else InferType(wanted)
         failed, sources, destinations = (
-            self._filters(f"{where}.{part}", section.get(part, [])) for part in ("failed", "sources", "destinations")
+            reader.listed_filters(f"{where}.{part}", section.get(part, []), self._changed)
+            for part in ("failed", "sources", "destinations")
         )
-        selector = self._selector(where, infer_type, section.get("selector"))
+        selector = self._selector(where, wanted, section.get("selector"))
         if selector is None:
             return None
-        of_type = [] if wanted == _ANY else [f.InferTypeFilter(infer_type)]
+        of_type = [] if wanted == _ANY else [f.InferTypeFilter(InferType(wanted))]
         gives, takes = (Filters.of([*of_type, *filters]) for filters in (sources, destinations))
-        return ReschedulingPolicy(self.name, Filters.of(failed), gives, takes, selector, self.constants)
+        return ReschedulingPolicy(reader.name, Filters.of(failed), gives, takes, selector, reader.constants)
 
-    def _filters(self, where: str, entries: Any) -> Iterable[f.Filter | f.GroupFilter]:
-        if not isinstance(entries, list):
-            self.fault(where, "is not a list of filters")
-            return []
-        found = []
-        for entry in entries:
-            name, settings = self.entry(where, entry)
-            if name == "metricBasedFilter" and "metric" in settings:
-                settings["metric"] = self._metric(where, settings["metric"])
-                if settings["metric"] is None:
-                    continue
-            if self._config is not None:
-                settings |= {key: value for key, value in _of_config(name, self._config).items() if key in settings}
-            made = self.make(where, "filter", name, self.filters, settings, f.filter_fault)
-            if made is not None:
-                found.append(made)
-        return found
+    def _changed(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        if self._config is None:
+            return settings
+        said = {"seconds": self._config.staleness_s, "domain": self._config.failover_domain}
+        return settings | {key: value for key, value in said.items() if key in settings}
 
-    def _selector(self, where: str, infer_type: InferType, entry: Any) -> PairSelector | None:
-        name, settings = self.entry(where, entry)
+    def _selector(self, where: str, infer_type: str, entry: Any) -> PairSelector | None:
+        reader = self.reader
+        name, settings = reader.entry(where, entry)
         is_of_load = name == MetricBalancePairs.name and settings.get("metric") == LoadTarget().metric
         if self._config is not None and is_of_load:
             settings = _balance_of_config(infer_type, self._config)
-        if "metric" in settings:
-            settings["metric"] = self._metric(where, settings["metric"])
-            if settings["metric"] is None:
-                return None
-        if "limit" in settings:
-            settings["limit"] = self.constant(where, settings["limit"])
-            if settings["limit"] is None:
-                return None
-        made: PairSelector | None = self.make(
-            where, "selector", name, self.pair_selectors, settings, pair_selector_fault
-        )
+        if not reader.resolved(where, settings):
+            return None
+        made: PairSelector | None = reader.make(where, "selector", name, self._selectors, settings, pair_selector_fault)
         return made
 
-    def _metric(self, where: str, name: Any) -> Metric | None:
-        return self.metric(where, name, lambda metric: metric.full and metric.less_is_better, "is no load of a status")
 
-
-def _of_config(filter_name: str, config: Config) -> dict[str, Any]:
-    if filter_name == f.StalenessFilter.name:
-        return {"seconds": config.staleness_s}
-    return {"domain": config.failover_domain}
-
-
-def _balance_of_config(infer_type: InferType, config: Config) -> dict[str, Any]:
+def _balance_of_config(infer_type: str, config: Config) -> dict[str, Any]:
     target, selection = config.target(infer_type), config.selection
     return {
         "metric": target.metric,

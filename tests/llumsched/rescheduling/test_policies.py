@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumsched.cluster.domains import FailoverDomain
-from llumsched.policy.filters import FailoverFilter, FailoverMigrationSrcFilter, StalenessFilter
+from llumsched.policy.filters import FailoverFilter, FailoverMigrationSrcFilter, InferTypeFilter, StalenessFilter
 from llumsched.policy.metrics import METRICS
 from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling.balance import MetricBalancePairs
-from llumsched.rescheduling.config import POLICIES, Config, LoadTarget, Scope
+from llumsched.rescheduling.config import OF_ONE_TYPE, POLICIES, Config, LoadTarget, Scope
 from llumsched.rescheduling.failover import RoundRobinPairs
 from llumsched.rescheduling.moves import Selection
 from llumsched.rescheduling.policies import load_policies, load_rescheduling_policy
@@ -38,10 +39,41 @@ rescheduling:
 """
 
 
-def test_the_built_in_ones_are_those_of_the_configuration() -> None:
-    assert built_in_policies("rescheduling") == sorted(POLICIES)
+def test_every_configured_name_is_a_built_in_policy() -> None:
+    assert built_in_policies("rescheduling") == sorted(set(POLICIES) - OF_ONE_TYPE.keys())
     assert [policy.name for policy in load_policies(Config(policies=POLICIES))] == list(POLICIES)
     assert set(Config().policies) < set(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "infer_type"),
+    [
+        ("decode_load", InferType.DECODE),
+        ("neutral_load", InferType.NEUTRAL),
+        ("prefill_failover", InferType.PREFILL),
+        ("decode_failover", InferType.DECODE),
+        ("neutral_failover", InferType.NEUTRAL),
+    ],
+)
+def test_names_of_llumnix_are_one_policy_on_the_instances_of_one_type(name: str, infer_type: InferType) -> None:
+    policy = load_rescheduling_policy(name, Config())
+    of_all = load_rescheduling_policy(name.removeprefix(f"{infer_type}_"), Config())
+    assert policy.name == name
+    of_type = InferTypeFilter(infer_type)
+    for ends, all_ends in ((policy.sources, of_all.sources), (policy.destinations, of_all.destinations)):
+        assert (ends.singles, ends.groups) == ((of_type, *all_ends.singles), all_ends.groups)
+    assert (policy.failed, policy.selector) == (of_all.failed, of_all.selector)
+
+
+def test_failover_of_all_types_keeps_requests_among_instances_of_one_type() -> None:
+    cluster = [
+        instance(f"{infer_type}-{name}", 0.1, instance_type=infer_type, schedulable=name != "sick")
+        for infer_type in InferType
+        for name in ("sick", "well")
+    ]
+    assert sorted(pairs(planned(cluster, Config(("failover",))))) == [
+        (f"{infer_type}-sick", f"{infer_type}-well") for infer_type in sorted(InferType)
+    ]
 
 
 def test_flags_go_before_what_is_written_in_the_built_in_files() -> None:
@@ -101,7 +133,7 @@ def test_the_headroom_of_urgent_requests_is_the_same_for_files_of_one_s_own(tmp_
         ("[]", "has no section 'rescheduling'"),
         ("{selector: roundRobinSelector, source: []}", "has unknown keys source; known: destinations, failed, infer_"),
         ("{selector: roundRobinSelector, infer_type: encode}", "infer_type 'encode' is none of neutral, prefill, deco"),
-        ("{selector: roundRobinSelector, sources: all}", "rescheduling.sources: is not a list of filters"),
+        ("{selector: roundRobinSelector, sources: all}", "rescheduling.sources: filters is not a list"),
         ("{selector: metricBasedSelector}", "unknown selector 'metricBasedSelector'; known: binPackingCon"),
         ("{selector: metricBalanceSelector}", "missing 1 required positional argument: 'metric'"),
         ("{selector: {metricBalanceSelector: {metric: num_tokens}}}", "metric 'num_tokens' is no load of a status"),
@@ -129,6 +161,7 @@ def test_all_files_are_read_before_their_faults_are_said(tmp_path: Path) -> None
 
 def test_selectors_of_pairs_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
+from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.moves import Move, Purpose, Selection

@@ -171,7 +171,7 @@ async def test_requests_are_spread(cluster: Cluster, expected: list[int]) -> Non
             assert (await stream.result()).token_ids == expected
 
 
-async def test_what_the_client_sees_is_the_engines(cluster: Cluster) -> None:
+async def test_gateway_answers_as_the_engine_does(cluster: Cluster) -> None:
     """Not streamed, chat, models, and an error of the engine's."""
     body = {"model": "model", "prompt": PROMPT, "max_tokens": 7, "temperature": 0}
     async with aiohttp.ClientSession() as session:

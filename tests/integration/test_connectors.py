@@ -162,7 +162,7 @@ async def test_there_and_back(pair: Pair) -> None:
         await wait_idle(server)
 
 
-async def test_what_is_offloaded_is_a_hit(offloads: Pair) -> None:
+async def test_moved_request_hits_offloaded_blocks(offloads: Pair) -> None:
     """Of who has moved, where it came to; and of who comes with its tokens alone."""
     prompt = PROMPT[::-1]
     async with Client(offloads.a.base_url) as client, Client(offloads.b.base_url) as there:
@@ -351,7 +351,7 @@ async def transferred(client: Client) -> float:
 
 
 @NIXL
-async def test_who_is_to_be_fetched_stays(nixl: Pair) -> None:
+async def test_request_awaiting_a_kv_fetch_stays(nixl: Pair) -> None:
     why = "its KV cache is to be fetched from here by another engine (do_remote_decode)"
     async with Client(nixl.a.base_url) as client:
         parameters = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -259,7 +259,7 @@ async def test_the_owner_is_killed(pair: Pair) -> None:
     await wait_idle(pair.roomy)
 
 
-async def test_what_a_peer_says_of_an_image_is_checked(pair: Pair) -> None:
+async def test_image_metadata_from_a_peer_is_checked(pair: Pair) -> None:
     """What is left over of it after the checks would end the engine in its next step."""
     roomy = pair.roomy
     async with LlumletClient(str(roomy.llumlet)) as client:

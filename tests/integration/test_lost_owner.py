@@ -318,7 +318,7 @@ async def test_the_own_engine_is_killed(
 
 
 @pytest.mark.full
-async def test_a_replayed_stream_goes_before_who_has_yet_to_begin(stage: Cast, expected: dict[str, Stream]) -> None:
+async def test_replayed_stream_overtakes_waiting_requests(stage: Cast, expected: dict[str, Stream]) -> None:
     """Its client has waited for the loss to be noticed. The other engine's batch is full, and others wait there."""
     victim, haven = stage.victim(), stage.haven
     async with Client(victim.base_url) as client, Client(haven.base_url) as there:

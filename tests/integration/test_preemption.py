@@ -67,7 +67,7 @@ async def status_of(server: Server) -> InstanceStatus:
         return await client.get_instance_status()
 
 
-async def test_who_would_be_preempted_moves(pair: Pair) -> None:
+async def test_request_moves_instead_of_being_preempted(pair: Pair) -> None:
     """With nobody who moves anything engines preempt, and say what it costs; with the policy alone they hardly do."""
     [alone] = await tokens_of(pair.hot, 1)
     share = sample(pair.hot, "recomputed_share")

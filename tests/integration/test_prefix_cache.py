@@ -86,7 +86,7 @@ def cached_tokens(stream: Stream) -> int:
     return int((stream.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
-async def test_what_is_believed_is_what_vllm_finds(start_server: StartServer) -> None:
+async def test_predicted_prefix_hits_are_those_of_vllm(start_server: StartServer) -> None:
     """Through growth, evictions, salts and a reset; and a scheduler that comes later believes the same."""
     engine = start_server(num_kv_blocks=NUM_BLOCKS, max_model_len=1024, block_size=SIZE, flags=CACHED, env=DEV)
     draw = random.Random(3)

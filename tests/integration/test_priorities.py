@@ -125,7 +125,7 @@ async def test_a_key_may_not_ask_for_more_than_its_best_priority(cluster: Cluste
         await (await begin(client, 1)).result()
 
 
-async def test_nobody_starves(cluster: Cluster) -> None:
+async def test_waiting_request_ages_past_urgent_ones(cluster: Cluster) -> None:
     """More urgent requests than the engine has slots, all the time."""
     await until_serves(cluster)
     stop = asyncio.Event()

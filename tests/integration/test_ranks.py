@@ -75,7 +75,9 @@ async def test_several_workers(engines: Engines, model_dir: Path, log_dir: Path,
 
 
 @pytest.mark.full
-async def test_of_two_workers_and_of_one(engines: Engines, model_dir: Path, log_dir: Path) -> None:
+async def test_engines_of_two_workers_and_one_exchange_requests(
+    engines: Engines, model_dir: Path, log_dir: Path
+) -> None:
     """Where the operator accepts it. Sums over two workers round differently from those over one: in float32 that makes
     no other token of so few."""
     with Fleet(log_dir / "splits") as fleet:

@@ -385,7 +385,9 @@ async def test_another_block_size(engines: Engines, conserved: object, strange: 
     await wait_idle(large)
 
 
-async def test_a_kv_connector_of_ones_own(engines: Engines, conserved: object, strange: Strange) -> None:
+async def test_request_beside_a_custom_kv_connector_moves_as_tokens(
+    engines: Engines, conserved: object, strange: Strange
+) -> None:
     """Its KV cache stays where it is; said in the answer of `Migrate` and in `llumnix ps`. Its tokens move."""
     source, why = strange.connector, CONNECTOR
     async with Client(source.base_url) as client:

@@ -36,7 +36,7 @@ def arm(spec: dict[str, Any]) -> None:
     Path(spec["file"]).touch()
 
 
-async def test_one_corrupted_byte_changes_the_tokens(engines: Engines, start_server: Any, tmp_path: Path) -> None:
+async def test_corrupted_byte_changes_the_tokens(engines: Engines, start_server: Any, tmp_path: Path) -> None:
     """In the first, a middle and the last block, in every layer, one in each move."""
     specs = [
         {

@@ -71,7 +71,7 @@ def assert_prefixes_are_hit(gateway: str, metrics: str) -> None:
         assert 64 <= expected <= found, api
 
 
-def test_one_command_serves_and_leaves_nothing(model_dir: Path, tmp_path: Path) -> None:
+def test_up_serves_and_leaves_no_process(model_dir: Path, tmp_path: Path) -> None:
     """A cluster of a model by its hub name, with a policy that uses prefix caches."""
     in_hub_cache(model_dir, tmp_path)
     gateway, scheduler, cms, metrics = free_ports(4)

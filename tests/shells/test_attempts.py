@@ -39,7 +39,7 @@ async def test_an_attempt_that_is_given_up(model_dir: Path) -> list[str]:
 
 @failure("the client leaves", "replay, while an engine builds its request", "it is not begun there")
 @retold
-async def test_an_attempt_that_nobody_wants_any_more(model_dir: Path) -> list[str]:
+async def test_abandoned_attempt_is_ended(model_dir: Path) -> list[str]:
     """What the engine says of it in its heartbeats is answered: the origin waits for its call."""
     async with cluster_of(model_dir) as cluster:
         stream = await cluster.stream("A")

@@ -102,7 +102,7 @@ async def test_origin_in_doubt(model_dir: Path) -> None:
 
 @failure("nobody answers: neither the destination nor the origin", "in doubt", "lost: let go of, and replayed")
 @retold
-async def test_nobody_answers(model_dir: Path) -> list[str]:
+async def test_request_is_replayed_when_no_peer_answers(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         cluster["A"].engine.agent.departures.deadline_s = 0.2
         cluster.deadlines["fence_s"] = 0.5

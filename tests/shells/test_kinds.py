@@ -57,7 +57,7 @@ async def test_a_request_moves_without_its_cache(asynchronous: bool, model_dir: 
 
 @pytest.mark.parametrize("method", [Mode.LIVE, Mode.BLOCKING], ids=["live", "blocking"])
 @retold
-async def test_who_insists_on_its_kv_cache_is_refused(method: Mode, model_dir: Path) -> list[str]:
+async def test_move_that_needs_its_kv_cache_is_refused(method: Mode, model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, cache_stays=True) as cluster:
         stream = await company(cluster)
         move = await cluster.migrate(stream, method=method)
@@ -67,7 +67,7 @@ async def test_who_insists_on_its_kv_cache_is_refused(method: Mode, model_dir: P
 
 
 @retold
-async def test_what_waits_has_nothing_to_lose(model_dir: Path) -> list[str]:
+async def test_waiting_request_moves_without_kv_cache(model_dir: Path) -> list[str]:
     """It moves, however much its KV cache is insisted on."""
     async with cluster_of(model_dir, cache_stays=True) as cluster:
         _, stream = await queued(cluster)

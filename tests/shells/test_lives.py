@@ -160,7 +160,7 @@ async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
 
 
 @retold
-async def test_an_id_of_somebody_else_is_left_alone(model_dir: Path) -> list[str]:
+async def test_other_request_with_the_same_id_is_left_alone(model_dir: Path) -> list[str]:
     """A request of B's own front-end has the id that the origin at A asks for."""
     async with cluster_of(model_dir) as cluster:
         calls = recorded(cluster, "Adopt")

@@ -37,7 +37,7 @@ def in_no_hurry() -> Iterator[None]:
     "the engine dies, with 150 streams", "decoding or queued", "spread evenly over five others, each computed once"
 )
 @retold
-async def test_an_even_share_for_everybody(model_dir: Path) -> list[str]:
+async def test_replays_spread_evenly(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, "A" + OTHERS) as cluster:
         streams = await crowd(cluster)
         # The one that the origin has heard of.
@@ -53,7 +53,7 @@ async def test_an_even_share_for_everybody(model_dir: Path) -> list[str]:
     "the rest share them evenly; what the stopped one was asked in vain it does not begin",
 )
 @retold
-async def test_somebody_is_asked_in_vain(model_dir: Path) -> list[str]:
+async def test_replays_skip_a_stopped_engine(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, "A" + OTHERS) as cluster:
         streams = await crowd(cluster)
         taken = {name: recorded_requests(cluster[name]) for name in OTHERS}

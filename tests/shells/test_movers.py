@@ -43,7 +43,7 @@ async def goes_with_its_tokens(cluster: Cluster, stream: Stream, source: str, de
 @failure("the mover's thread of the destination ends alone", "copying", "stayed; later ones go with their tokens alone")
 @pytest.mark.parametrize("final", [False, True], ids=["round", "commit"])
 @retold
-async def test_of_a_destination(final: bool, model_dir: Path) -> list[str]:
+async def test_destination_survives_a_dead_mover(final: bool, model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
         with before_copies(cluster["B"], sys.exit):
@@ -58,7 +58,7 @@ async def test_of_a_destination(final: bool, model_dir: Path) -> list[str]:
 
 @failure("the mover's thread of the source ends alone", "copying over TCP", "stayed; later ones go with their tokens")
 @retold
-async def test_of_a_source(model_dir: Path) -> list[str]:
+async def test_source_survives_a_dead_mover(model_dir: Path) -> list[str]:
     """Its block server has threads of its own, and pins are held until they are known to send nothing."""
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
@@ -76,7 +76,7 @@ async def test_of_a_source(model_dir: Path) -> list[str]:
 
 @failure("the mover's thread of the engine that goes on ends alone", "rescue", "computed again")
 @retold
-async def test_of_a_rescuer(model_dir: Path) -> list[str]:
+async def test_rescuer_survives_a_dead_mover(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, "AB") as cluster:
         stream = await company(cluster)
         calls = recorded(cluster, "Adopt")
@@ -91,7 +91,7 @@ async def test_of_a_rescuer(model_dir: Path) -> list[str]:
 
 @failure("the mover's thread ends alone", "not moving", "a claim is refused; the engine takes and gives tokens alone")
 @retold
-async def test_of_an_engine_at_rest(model_dir: Path) -> list[str]:
+async def test_idle_engine_survives_a_dead_mover(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
         end_mover(cluster["A"])

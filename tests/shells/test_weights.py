@@ -43,7 +43,7 @@ async def test_a_replay_looks_for_the_same_weights(model_dir: Path) -> list[str]
 
 @failure("an owner is lost, and no engine has its weights any more", "replay", "goes on with others after 5 s")
 @retold
-async def test_nobody_has_its_weights_any_more(model_dir: Path) -> list[str]:
+async def test_replay_waits_then_takes_other_weights(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         for name in "BC":
             cluster[name].engine.set_weight_version("7")

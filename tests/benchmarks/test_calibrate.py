@@ -82,7 +82,7 @@ def test_a_pair_in_the_wrong_order_is_told() -> None:
     assert [one.wrong for one in rankings(outcomes)] == [[("a", "b")]] * len(MEASURES)
 
 
-def test_one_request_in_a_round_is_long() -> None:
+def test_each_round_has_one_long_request() -> None:
     requests = skewed(rate=2.0, seconds=50.0, num_instances=3, seed=1)
     assert requests == skewed(rate=2.0, seconds=50.0, num_instances=3, seed=1)
     assert len(requests) == pytest.approx(300, rel=0.2)

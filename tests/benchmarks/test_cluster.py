@@ -80,6 +80,6 @@ def test_a_trace_is_cut_and_scaled(
         ["--rate", "1", "--rescheduling-interval-ms", "x"],
     ],
 )
-def test_what_cannot_be_played_is_refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_arguments_are_refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         play(monkeypatch, *arguments)

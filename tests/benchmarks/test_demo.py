@@ -44,7 +44,7 @@ def test_a_move_that_was_not_live_fails_the_demo(changes: dict[str, Any]) -> Non
     assert not outcome(**changes).good
 
 
-def test_one_other_token_fails_the_demo() -> None:
+def test_wrong_token_fails_the_demo() -> None:
     bad = outcome()
     bad.moved.token_ids[-1] += 1
     assert not bad.tokens_identical

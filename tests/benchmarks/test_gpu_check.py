@@ -197,7 +197,9 @@ def test_single_cells_begin_with_the_defaults() -> None:
         (Engines(graphs=False, kv="fp8", attention="mla"), Machine(0, stand_in=True), "fp8"),
     ],
 )
-def test_what_a_machine_cannot_run(engines: Engines, machine: Machine, why: str | None) -> None:
+def test_cells_beyond_the_machine_are_skipped_with_a_reason(
+    engines: Engines, machine: Machine, why: str | None
+) -> None:
     found = why_unrun(Cell("", engines), machine)
     assert found is None if why is None else why in (found or "")
 
@@ -240,7 +242,7 @@ def test_flags_and_environment_of_all_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stock", [True, False])
-def test_whose_fault_it_is_that_engines_do_not_start(
+def test_failed_start_is_blamed_on_vllm_or_the_llumlet(
     stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of vLLM if it does not start without the llumlet either."""
@@ -518,7 +520,7 @@ def test_engines_that_do_not_start() -> None:
     assert (row["verdict"], row["why"][0]) == ("wrong", "with the llumlet only")
 
 
-def test_what_breaks_is_wrong() -> None:
+def test_exception_makes_a_cell_wrong() -> None:
     row = row_of(Script(as_started=RuntimeError("out of order")))
     assert (row["verdict"], row["why"]) == ("wrong", ["RuntimeError: out of order"])
 

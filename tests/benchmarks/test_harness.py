@@ -125,7 +125,7 @@ def test_nor_by_another_process_while_that_lives(monkeypatch: pytest.MonkeyPatch
     assert set(free_ports(50)) < theirs
 
 
-def test_who_seeds_alike_gets_other_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_seeds_get_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Hypothesis does before each test, in all processes that share the tests."""
     monkeypatch.setattr(ports_module, "_keep", lambda port: True)
     found = []
@@ -167,7 +167,7 @@ def test_an_exit_code_is_the_commands_own(tmp_path: Path) -> None:
         command.stop()
 
 
-def test_nobody_knows_the_exit_code_when_the_reaper_was_killed(tmp_path: Path) -> None:
+def test_killed_reaper_leaves_no_exit_code(tmp_path: Path) -> None:
     command = harness.Command.start("one", ["sleep", "600"], tmp_path / "one.log")
     os.kill(command.reaper_pid, signal.SIGKILL)
     with pytest.raises(LookupError, match="one has ended"):

@@ -46,7 +46,7 @@ A, B = cast(Server, "a"), cast(Server, "b")
 GROUPS = [group for groups in parse([]).cases for group in groups]
 
 
-def test_what_is_measured_by_default() -> None:
+def test_default_cases_take_25_minutes() -> None:
     cases = {case for group in GROUPS for case in group.cases}
     for count in (1, 2, 4, 8):
         for limit in ("none", "25%", "1.25G", "3.125G"):
@@ -191,7 +191,7 @@ async def test_a_move_that_copies_little_measures_nothing(changes: dict[str, Any
         await swapped(FakeMover([moved(**changes)]), [False])
 
 
-def test_which_gaps_are_counted() -> None:
+def test_gaps_that_overlap_the_window_are_counted() -> None:
     streams = [stream([1.0, 2.0, 4.0, 8.0]), stream([3.0, 5.0])]
     assert gaps_in(streams, [(0.5, 3.0)]) == [2.0]
     assert gaps_in(streams, [(0.5, 3.5)]) == [2.0, 4.0, 5.0]

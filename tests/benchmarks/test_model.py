@@ -76,7 +76,7 @@ def test_outputs_depend_on_prompt_and_seed(model: Any, tmp_path: Path) -> None:
         assert one != another
 
 
-def test_one_altered_byte_of_the_cache_changes_the_tokens(any_model: Any) -> None:
+def test_altered_byte_of_the_cache_changes_the_tokens(any_model: Any) -> None:
     """In any layer, of keys and of values (with MLA: without position, and with), in the first, a middle and the last
     partial block."""
     output, cache = greedy(any_model, PROMPT, 60)

@@ -36,7 +36,7 @@ def block(speed: float = 1.0) -> Block:
 
 
 @pytest.mark.parametrize("speed", [1.0, 0.5])
-def test_what_runs_without_moves_is_no_cost_however_many_steps_there_were(speed: float) -> None:
+def test_steps_without_moves_cost_nothing(speed: float) -> None:
     found = costs(block(speed))
     assert found["llumlets"] == pytest.approx(5.0)
     assert found["copy"] == pytest.approx(2.0)

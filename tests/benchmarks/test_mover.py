@@ -93,7 +93,7 @@ async def test_a_stream_that_no_engine_holds(pair: Pair) -> None:
         await engine_id(pair.source, Stream(request_id="other", kind="cmpl"), timeout_s=0.1)
 
 
-async def test_what_the_engines_hold_can_be_shown(pair: Pair) -> None:
+async def test_description_shows_what_the_engines_hold(pair: Pair) -> None:
     text = await describe([pair.source, pair.destination])
     assert f"a: {ENGINE_ID} decode epoch 0.0, 7 output tokens" in text
     assert "b: " in text, "nobody listens there, and that is said"

@@ -50,7 +50,7 @@ def test_the_gap_is_taken_near_the_move() -> None:
     assert stall_of(times, 117).itl == pytest.approx(0.010)
 
 
-def test_what_the_copy_slows_down_is_not_the_steady_gap() -> None:
+def test_gaps_during_the_copy_are_not_steady() -> None:
     """Asked for at token 20, settled at token 41: the gaps between are the copy's."""
     times = arrivals([0.010] * 20 + [0.025] * 20 + [0.040] + [0.030] * 3 + [0.010] * 20)
     stall = stall_of(times, 41, quiet_until=times[20], quiet_from=times[44])

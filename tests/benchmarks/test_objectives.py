@@ -61,7 +61,7 @@ def test_after_a_change_of_load_predictions_are_right_from_some_window_on() -> N
     assert (too_short.target, too_short.ours) == (None, pytest.approx(0.08))
 
 
-def test_what_moving_victims_brings_is_held_against_both_baselines() -> None:
+def test_gain_of_moved_victims_is_compared_with_both_baselines() -> None:
     def played(preemptions: int, recomputed: int, gap_ms: float, moves: dict[str, int]) -> preempt.Played:
         counts = preempt.Counts(preemptions, 1, 1000, 0).plus(preempt.Counts(0, 0, 0, recomputed))
         return preempt.Played(counts, 10, moves, [10.0] * 999 + [gap_ms], [12.0], [3.0, 5.0])
@@ -131,7 +131,7 @@ def test_fragmentation_is_judged_over_all_lengths(capsys: pytest.CaptureFixture[
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_what_is_moved_on_is_nearer() -> None:
+def test_forwarded_status_is_nearer_the_truth() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.objectives", "forward", "--quick"],
         capture_output=True, text=True, timeout=290, check=True,

@@ -72,7 +72,7 @@ def test_an_experiment_says_what_it_played(name: str, play: Play, traces: Path) 
         ["priorities", "--urgent", "half"],
     ],
 )
-def test_what_is_unknown_is_refused(arguments: list[str], play: Play) -> None:
+def test_unknown_arguments_are_refused(arguments: list[str], play: Play) -> None:
     with pytest.raises(SystemExit):
         play(*arguments)
 
@@ -98,7 +98,7 @@ def test_the_number_of_processes_does_not_matter(play: Play) -> None:
     assert [row["seed"] for row in one] == [0, 1]
 
 
-def test_one_instance_with_memory_to_spare_preempts(play: Play) -> None:
+def test_instance_with_free_memory_preempts(play: Play) -> None:
     rows, said = play("motivation", "--quick")
     (row,) = rows
     assert 0.4 < row["kv_used"] < 0.8
@@ -155,7 +155,7 @@ def test_fewer_instances_do_what_packed_ones_do(play: Play) -> None:
     assert float(told[6]) == pytest.approx(tail_s("load-balance", size), rel=0.01)
 
 
-def test_who_is_urgent_waits_less_where_engines_heed_it(play: Play) -> None:
+def test_urgent_requests_wait_less_where_engines_obey_priorities(play: Play) -> None:
     rows, said = play("priorities", "--quick", "--requests", "1000", "--settings", PACKING)
     found = {row["priorities"]: row for row in rows if row["cv"] == 8}
     assert found[True]["urgent_ttft_p99_s"] < 0.5 * found[False]["urgent_ttft_p99_s"]
@@ -186,7 +186,7 @@ def test_each_kind_has_a_share_and_objectives_of_its_own(play: Play) -> None:
     assert (found["urgent_slo_attainment"], found["other_slo_attainment"]) == (0.5, 0.5)
 
 
-def test_who_moved_is_compared_with_itself_where_nothing_moves(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_requests_are_compared_with_runs_without_moves(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priorities, "_LOADS", ((7.4, 8),))
     _, said = play("priorities", "--requests", "100", "--settings", "load-balance", "load-balance+moves")
     moved = said[said.index("staying") :].splitlines()
@@ -270,6 +270,6 @@ def test_room_beside_urgent_requests_is_one_number_for_a_setting(policy: str) ->
         ("load-balance+moves --horizon 7", "--horizon"),
     ],
 )
-def test_what_is_no_setting_is_refused(text: str, said: str) -> None:
+def test_invalid_settings_are_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_setting(text)

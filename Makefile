@@ -84,8 +84,8 @@ docs: install ## regenerate what is generated under docs/
 	@$(PY) -m tests.support.settings docs/reference/settings.md
 	@$(PY) -m tests.support.llumnix_flags docs/reference/defaults.md
 
-proto: install ## regenerate the gRPC code from llumlet/proto/llumlet.proto
-	@$(PY) -m llumlet.proto.generate
+proto: install ## regenerate the gRPC code from llumlet/contract/proto/llumlet.proto
+	@$(PY) -m llumlet.contract.proto.generate
 
 install: $(STAMPS)/package ## .venv with the CPU build of vLLM, this package (editable) and the test tools
 

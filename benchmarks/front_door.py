@@ -39,7 +39,7 @@ import aiohttp
 import uvloop
 
 from benchmarks.gateway import running
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.server import Gateway
 from llumsched.up.ports import free_port

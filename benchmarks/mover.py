@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
 from tests.support.client import Stream
 from tests.support.harness import LlumletAddress, Server
 from tests.support.moves import Move, migrate_through

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated import MOVES
-from llumlet.client import LlumletClient
+from llumlet.contract.client import LlumletClient
 from llumsched.up.ports import free_port
 from tests.support.client import Client, Stream
 from tests.support.control import Control, rescheduling

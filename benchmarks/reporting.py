@@ -10,8 +10,8 @@ import asyncio
 import sys
 from functools import partial
 
-from llumlet.reporter import Reporter
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.cms.reporter import Reporter
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 
 _TOKENS = 1 << 20
 

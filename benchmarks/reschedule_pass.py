@@ -18,7 +18,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table as ClusterTable

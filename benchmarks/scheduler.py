@@ -37,8 +37,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import status_to_view
+from llumlet.contract.types import InstanceMetadata, InstanceStatus, PeersRequest, StepSample
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest, StepSample
 from llumsched.causes import Cause
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import InFlight

@@ -17,7 +17,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from llumlet import setting_sources, settings
+from llumlet.process import setting_sources, settings
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.reader import built_in_policies
 from llumsched.rescheduling import arguments as rescheduling

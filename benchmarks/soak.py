@@ -39,8 +39,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from llumlet.client import IDLE_SECONDS, LlumletClient
-from llumlet.errors import LlumletCallFailed
+from llumlet.contract.client import IDLE_SECONDS, LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
 from tests.support.client import Client, Stream, StreamFailed
 from tests.support.control import start
 from tests.support.harness import Command, Fleet, Server, ServerSpec, command_line, free_port

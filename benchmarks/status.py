@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from llumlet.types import InstanceStatus
+from llumlet.contract.types import InstanceStatus
 from tests.engine.rig import FakeRunner, new_request, new_scheduler
 from tests.support.model import PRESETS, build
 from vllm_llumnix.engine.load_counters import LoadCounters

@@ -7,7 +7,7 @@ CPU time of this thread for each status: its message on the channel and its shar
 this machine, and what is then done with it (parsed, checked, told to all that observe the view of a dispatcher; a
 column is read for every ten). The baseline parses both records each time, reads the numbers once to check them and
 once for the table, and writes each row at once; every instance writes as often as its load changes, 25 times a second.
-Ours is the store as it is, with the pace that writers keep among so many instances (`llumlet.redis_link`). Both are
+Ours is the store as it is, with the pace that writers keep among so many instances (`redis_link`). Both are
 measured in turns, and the least of the rounds counts: what other processes do to caches and clocks only adds to it. A
 core's share is the time for a status times the statuses that all instances write in a second.
 """
@@ -27,10 +27,10 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.scheduler import _Cluster
-from llumlet.redis_client import connect
-from llumlet.redis_layout import Layout
-from llumlet.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.cms.redis_layout import Layout
+from llumlet.contract.cms.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.redis_client import connect
 from llumsched.cluster.providers.account import Account
 from llumsched.cms.redis import RedisStore
 from llumsched.cms.validation import status_faults

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from llumlet.reporter import Reporter
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.cms.reporter import Reporter
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.store import open_store

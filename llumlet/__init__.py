@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The llumlet's gRPC surface: messages, server and client.
+"""Everything that engines and schedulers share.
 
-`proto/llumlet.proto` is the contract. An engine implements `agent.Agent` and hands it to
-`server.serve`; schedulers, peers and the command line use `client.LlumletClient`. Neither vLLM nor
-torch is imported here.
+    contract    messages between them: their meaning, validation, server, client, and reports to a CMS
+    protocol    how a request changes its owner: pure state machines
+    process     the kit of every process: settings, credentials, tasks; it knows no messages
+
+Neither vLLM nor torch is imported here.
 """

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, Final, NamedTuple
 
-from llumlet import setting_sources, settings
-from llumlet.credential_files import CredentialFiles, CredentialsError
-from llumlet.credentials import NONE, Credentials
-from llumlet.roles import Role
-from llumlet.standard_streams import guarded
+from llumlet.process import setting_sources, settings
+from llumlet.process.credential_files import CredentialFiles, CredentialsError
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.roles import Role
+from llumlet.process.standard_streams import guarded
 from llumsched.commands import COMMANDS, WITH_FURTHER, Command, load
 from llumsched.exit_codes import ExitCode
 from llumsched.llumnix_flags import instead_of

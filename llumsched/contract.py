@@ -16,9 +16,9 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 from msgspec.structs import replace
 
-from llumlet.block_hashes import HASH_BYTES, chain, root_of
+from llumlet.contract.block_hashes import HASH_BYTES, chain, root_of
+from llumlet.process.addresses import Address
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import Address
 from llumsched.causes import Cause
 from llumsched.request import MOST_PROMPT_BLOCKS, Count, Milliseconds, Name, Request
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Self
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 
 _URL: Final = re.compile(r"(?:(https?)://)?([^/?#]+)((?:/[\w.~!$&'()*+,;=:@%-]+)*)/?", re.ASCII)
 _PORTS: Final = {"http": 80, "https": 443}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 
-from llumlet.standard_streams import UNWRITTEN
+from llumlet.process.standard_streams import UNWRITTEN
 
 
 class ExitCode(enum.IntEnum):

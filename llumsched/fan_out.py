@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletCallFailed
-from llumlet.types import Address
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
 from llumsched import output
 from llumsched.exit_codes import ExitCode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from llumlet.types import Reason
+from llumlet.contract.types import Reason
 
 _LATER = "Try again in a moment."
 

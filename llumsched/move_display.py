@@ -11,9 +11,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from llumlet import types
-from llumlet.errors import LlumletCallFailed
-from llumlet.types import reason_word, word
+from llumlet.contract import types
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import reason_word, word
 from llumsched import output
 from llumsched.exit_codes import ExitCode
 from llumsched.hints import HINTS

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
-from llumlet.types import reason_word
+from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
+from llumlet.contract.types import reason_word
 from llumsched.cms.snapshot import CmsUnreachable
 from llumsched.exit_codes import ExitCode
 from llumsched.hints import HINTS

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import aiohttp
 
-from llumlet.client import LlumletClient
+from llumlet.contract.client import LlumletClient
 from llumsched.latency.fitting import MeasuredStep, pairs
 
 _TOKEN_IDS: Final = range(100, 900)

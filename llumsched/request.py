@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from llumlet.block_hashes import HASH_BYTES
+from llumlet.contract.block_hashes import HASH_BYTES
 
 Name = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -38,7 +38,7 @@ class Request(Struct, frozen=True, omit_defaults=True):
     may_wait: bool = False
     """Whether its gateway would rather ask again soon than have it placed where its objectives are missed."""
     prompt_blocks: Annotated[bytes, Meta(max_length=MOST_PROMPT_BLOCKS * HASH_BYTES)] = b""
-    """Names of the prompt's first full blocks, 8 bytes each (`llumlet.block_hashes`), for schedulers that heed prefix
+    """Names of the prompt's first full blocks, 8 bytes each (`contract.block_hashes`), for schedulers that heed prefix
     caches. Empty: not known."""
     prompt_block_size: Count = 0
     """Tokens of each of these blocks."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from llumlet.types import RequestInfo
+from llumlet.contract.types import RequestInfo
 
 _MOST_SHOWN = 5
 

@@ -10,10 +10,10 @@ from typing import Final
 
 import aiohttp
 
-from llumlet import kinds
-from llumlet.secret_files import Bearer, read_word
-from llumlet.settings import Group
-from llumlet.types import Address
+from llumlet.process import kinds
+from llumlet.process.addresses import Address
+from llumlet.process.secret_files import Bearer, read_word
+from llumlet.process.settings import Group
 from llumsched.endpoints import Endpoint
 from llumsched.tls import checked_ca_file, client_context
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llumlet.types import NOT_WELL, Health, InstanceStatus, word
+from llumlet.contract.types import NOT_WELL, Health, InstanceStatus, word
 from llumsched.cluster.instance import Instance
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ssl
 
-from llumlet.renewed_tls import RenewedContext
-from llumlet.secret_files import Current, read_secret
+from llumlet.process.renewed_tls import RenewedContext
+from llumlet.process.secret_files import Current, read_secret
 
 
 def server_context(certfile: str, keyfile: str) -> ssl.SSLContext:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from contextvars import Context
 from typing import Any, Protocol, TypeVarTuple, Unpack
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsim import PS
 
 _Ts = TypeVarTuple("_Ts")

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from llumlet.credential_files import CredentialFiles
-from llumlet.credentials import NONE, Credentials
-from llumlet.errors import LlumletError
-from llumlet.server import serve
-from llumlet.types import Address, Reason
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.server import serve
+from llumlet.contract.types import Reason
+from llumlet.process.addresses import Address
+from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import NONE, Credentials
 from tests.llumlet.fake_agent import FakeAgent
 from tests.support.authority import token_file
 from vllm_llumnix import peer_clients

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from llumlet.credential_files import CredentialFiles
-from llumlet.setting_sources import SHARED_VARIABLES
-from llumlet.settings import Entry, all_entries, shown_default
+from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.setting_sources import SHARED_VARIABLES
+from llumlet.process.settings import Entry, all_entries, shown_default
 from llumsched.commands import COMMANDS, load
 from tests.support.settings import ROOT, document
 from vllm_llumnix.config import LlumletConfig, Switch

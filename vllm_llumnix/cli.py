@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llumlet.standard_streams import UNWRITTEN, guarded
+from llumlet.process.standard_streams import UNWRITTEN, guarded
 from vllm_llumnix import __version__, doctor
 from vllm_llumnix.doctor import Check, Level
 from vllm_llumnix.errors import PatchError

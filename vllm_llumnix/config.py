@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from llumlet import kinds, setting_sources, settings
-from llumlet.credential_files import CredentialFiles, CredentialsError
-from llumlet.credentials import Credentials
-from llumlet.kinds import MARK, Kind
+from llumlet.contract.cms.reporter import cms_faults
+from llumlet.process import kinds, setting_sources, settings
+from llumlet.process.addresses import Address
+from llumlet.process.credential_files import CredentialFiles, CredentialsError
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import MARK, Kind
+from llumlet.process.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
+from llumlet.process.settings import Group
 from llumlet.protocol.infer_type import InferType
-from llumlet.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
-from llumlet.reporter import cms_faults
-from llumlet.settings import Group
-from llumlet.types import Address
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, NixlSettings, WorkerSettings

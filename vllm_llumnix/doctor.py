@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-from llumlet.setting_sources import unknown_variables
+from llumlet.process.setting_sources import unknown_variables
 from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.kv import mooncake as mooncake_engine
 from vllm_llumnix.kv import nixl_process

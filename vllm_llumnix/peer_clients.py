@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from llumlet.bridge import reason_number
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletError
+from llumlet.contract.bridge import reason_number
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletError
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
 from llumlet.protocol.errors import Reason
-from llumlet.types import Address
 from vllm_llumnix.reach import Reach
 
 MAX_CLIENTS = 256

@@ -12,7 +12,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from vllm_llumnix.relay_address import RelayAddress
 
 MAX_HOST_CHARACTERS = 253

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from llumlet.credentials import Credentials
+from llumlet.process.credentials import Credentials
 from vllm_llumnix.relay_address import RelayAddress
 
 ZAP_DOMAIN = b"llumnix"

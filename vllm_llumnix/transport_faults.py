@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Protocol
 
-from llumlet.setting_sources import Reading
+from llumlet.process.setting_sources import Reading
 from vllm_llumnix.hosts import address_of_interface
 from vllm_llumnix.kv.nixl_process import why_not_installed
 from vllm_llumnix.reach import Reach

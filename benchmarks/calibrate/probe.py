@@ -21,7 +21,7 @@ from benchmarks.calibrate.engines import ENGINE, MODEL, loop_gap_s, measured, re
 from benchmarks.calibrate.load import ANY, LONG, SHORT, ramp
 from benchmarks.calibrate.real import Cluster
 from benchmarks.rebalance import TOKEN_IDS, Case, play
-from llumlet.client import LlumletClient
+from llumlet.contract.client import LlumletClient
 from llumsched.latency.fitting import Coefficients, MeasuredStep, fit
 from llumsim.cluster.member import Cadence
 from llumsim.engine.step_model import Hardware, StepModel

@@ -21,9 +21,9 @@ from benchmarks.downtime import prompt_of
 from benchmarks.gpu_check.budget import Budget
 from benchmarks.gpu_check.cells import Cell, Engines, Machine
 from benchmarks.gpu_check.verdicts import NotStarted, Numerics, Observed, Runs
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed
-from llumlet.types import MigrateRequest, Mode, MovePhase, Reason
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import MigrateRequest, Mode, MovePhase, Reason
 from tests.support.adapters import RANK, write_adapter
 from tests.support.client import Client, Stream
 from tests.support.harness import Fleet, Server, ServerDied, ServerSpec, command_line

@@ -30,7 +30,7 @@ from benchmarks.calibrate.engines import ENGINE, spec
 from benchmarks.objectives.outcome import Outcome
 from benchmarks.rebalance import TOKEN_IDS, Arrival
 from benchmarks.rebalance import play as play_all
-from llumlet.client import LlumletClient
+from llumlet.contract.client import LlumletClient
 from llumsched.rescheduling.config import USUAL
 from llumsched.up.ports import free_port
 from tests.support.control import Control, rescheduling

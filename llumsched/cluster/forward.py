@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from llumlet.coming_steps import NUM_STEPS
+from llumlet.contract.coming_steps import NUM_STEPS
 from llumsched.cluster.columns import Cluster, IdOrder, Mask, Matrix, Values
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.snapshot import Snapshot

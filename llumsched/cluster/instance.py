@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.addresses import Address
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from llumlet.types import InstanceReport
+from llumlet.contract.types import InstanceReport
 
 MAX_REPORTS_PER_S: Final = 1000.0
 """Reports of one stream; five times what a reporter sends at most."""

@@ -16,13 +16,14 @@ from weakref import WeakSet
 import grpc
 from grpc import aio
 
-from llumlet import types
-from llumlet.credentials import NONE, Credentials
-from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
-from llumlet.report_links import EOF
-from llumlet.server import bind, new_server
-from llumlet.servicer import tell
-from llumlet.tasks import cancel
+from llumlet.contract import types
+from llumlet.contract.cms.report_links import EOF
+from llumlet.contract.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
+from llumlet.contract.server import bind, new_server
+from llumlet.contract.servicer import tell
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.tasks import cancel
 from llumsched.cluster.view import View
 from llumsched.cms.allowance import Allowance
 from llumsched.cms.intake import MAX_INSTANCES, PATIENCE, Intake, Patience, ReportRefused
@@ -65,7 +66,7 @@ class EmbeddedStore:
         self.view = View()
         self.problem = ""
         self.complete = asyncio.Event()
-        self.address = types.Address(host, port)
+        self.address = Address(host, port)
         self._credentials = credentials
         self._insecure = insecure
         self._intake = Intake(self.view, patience)

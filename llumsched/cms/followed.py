@@ -10,8 +10,8 @@ import time
 from abc import ABC, abstractmethod
 from typing import Final
 
-from llumlet.report_links import LinkLost
-from llumlet.tasks import end
+from llumlet.contract.cms.report_links import LinkLost
+from llumlet.process.tasks import end
 from llumsched.cluster.view import View
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.addresses import Address
 from llumsched.cluster.providers.status import numbers_of
 from llumsched.cluster.view import View
 from llumsched.cms.validation import metadata_faults, status_faults

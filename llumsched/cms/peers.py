@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
-from llumlet.peers import MAX_PEERS, peer_of, takes_requests, usage
-from llumlet.types import PeerInfo, PeersRequest, PeersResponse
+from llumlet.contract.cms.peers import MAX_PEERS, peer_of, takes_requests, usage
+from llumlet.contract.types import PeerInfo, PeersRequest, PeersResponse
 from llumsched.cluster.view import View
 
 PREPARED_S: Final = 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis that instances report to, for several schedulers. Its layout is that of `llumlet.redis_layout`.
+"""A Redis that instances report to, for several schedulers. Its layout is that of `llumlet.contract.cms.redis_layout`.
 
 First everything is read (SCAN, MGET), then what the channel names: a write is seen when it is published, not when a
 poll comes by. After a lost connection the same begins anew. `RESCAN_S` after the last, a scan finds what has expired
@@ -18,11 +18,11 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
-from llumlet.redis_client import checked_name, connect, follow_master, reason_of
-from llumlet.redis_layout import Layout
-from llumlet.report_links import LinkLost
-from llumlet.tasks import end
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.cms.redis_layout import Layout
+from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.redis_client import checked_name, connect, follow_master, reason_of
+from llumlet.process.tasks import end
 from llumsched.cms.followed import FollowedStore
 from llumsched.cms.intake import MAX_INSTANCES, PATIENCE, Intake, Patience, ReportRefused
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from llumlet.credentials import NONE, Credentials
-from llumlet.errors import LlumletUnreachable
+from llumlet.contract.errors import LlumletUnreachable
+from llumlet.process.credentials import NONE, Credentials
 from llumsched.cluster.view import View
 from llumsched.cms.store import name_of, open_store
 

@@ -2,7 +2,7 @@
 """The store from which a process of the scheduler side learns what the cluster is: one interface, three sources.
 
 listen://HOST:PORT    this process is the CMS: instances report to it (`embedded.py`)
-redis://HOST:PORT     a Redis to which instances report (`redis.py`), also behind Sentinels (`llumlet.redis_url`)
+redis://HOST:PORT     a Redis to which instances report (`redis.py`), also behind Sentinels (`process.redis_url`)
 HOST:PORT             the embedded CMS of another process, watched (`watch.py`)
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final, Protocol
 
-from llumlet.credentials import NONE, Credentials
-from llumlet.redis_url import REDIS_SCHEMES, redis_name
-from llumlet.types import Address
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.redis_url import REDIS_SCHEMES, redis_name
 from llumsched.cluster.view import View
 
 LISTEN: Final = "listen://"
@@ -43,7 +43,7 @@ def store_faults(url: str) -> list[str]:
     try:
         if url.startswith(REDIS_SCHEMES):
             # Only who uses Redis needs its client.
-            from llumlet.redis_client import checked_name
+            from llumlet.process.redis_client import checked_name
 
             checked_name(url)
         elif "://" in url.removeprefix(LISTEN):

@@ -14,8 +14,8 @@ from typing import Final
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.status import number_faults, numbers_of
 
 MAX_ID_CHARACTERS: Final = 256

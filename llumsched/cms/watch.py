@@ -13,11 +13,12 @@ from typing import Final
 
 from grpc import aio
 
-from llumlet.client import failure_of
-from llumlet.credentials import NONE, Credentials
-from llumlet.proto.llumlet_pb2_grpc import CmsStub
-from llumlet.report_links import LinkLost
-from llumlet.types import Address, ViewChange, WatchRequest
+from llumlet.contract.client import failure_of
+from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.proto.llumlet_pb2_grpc import CmsStub
+from llumlet.contract.types import ViewChange, WatchRequest
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import NONE, Credentials
 from llumsched.cms.followed import FollowedStore
 
 SILENCE_S: Final = 5.0

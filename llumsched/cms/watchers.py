@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Self
 
-from llumlet.types import InstanceState, ViewChange
+from llumlet.contract.types import InstanceState, ViewChange
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
 from llumsched.cms.intake import MAX_INSTANCES

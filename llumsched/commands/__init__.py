@@ -7,8 +7,8 @@ from __future__ import annotations
 import importlib
 from typing import Any, Final, Protocol
 
-from llumlet.credentials import Credentials
-from llumlet.setting_sources import Reading
+from llumlet.process.credentials import Credentials
+from llumlet.process.setting_sources import Reading
 
 
 class Command(Protocol):
@@ -17,7 +17,7 @@ class Command(Protocol):
     DESCRIPTION: str
     """The text of the command's own `--help`."""
     SETTINGS: tuple[type, ...]
-    """Classes of settings: see `llumlet.settings`. Credentials and --config come with every command."""
+    """Classes of settings: see `llumlet.process.settings`. Credentials and --config come with every command."""
 
     def prepare(self, reading: Reading) -> Any:
         """What `run` takes, of what was said. Adds what is wrong to `reading.faults`; `run` is not called then."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.kinds import MARK
-from llumlet.settings import Group
+from llumlet.process.kinds import MARK
+from llumlet.process.settings import Group
 
 OPTIONS: Final = Group("", unit="")
 """Options that are not in a group of their own in `--help`."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from llumlet import kinds
-from llumlet.credentials import Credentials
-from llumlet.kinds import MARK
-from llumlet.setting_sources import Reading
+from llumlet.process import kinds
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import MARK
+from llumlet.process.setting_sources import Reading
 from llumsched.commands.arguments import OPTIONS, Output
 from llumsched.exit_codes import ExitCode
 

@@ -9,13 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet import kinds
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletCallFailed, LlumletUnreachable
-from llumlet.kinds import Kind
-from llumlet.setting_sources import Reading
-from llumlet.types import DrainProgress, DrainRequest
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed, LlumletUnreachable
+from llumlet.contract.types import DrainProgress, DrainRequest
+from llumlet.process import kinds
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import Kind
+from llumlet.process.setting_sources import Reading
 from llumsched import output
 from llumsched.cms.snapshot import CmsUnreachable
 from llumsched.commands import instances

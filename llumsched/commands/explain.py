@@ -13,12 +13,12 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from llumlet import kinds
-from llumlet.credentials import Credentials
-from llumlet.kinds import MARK, SWITCH, Kind
-from llumlet.setting_sources import Reading
-from llumlet.settings import entries
-from llumlet.types import Address
+from llumlet.process import kinds
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import MARK, SWITCH, Kind
+from llumlet.process.setting_sources import Reading
+from llumlet.process.settings import entries
 from llumsched import output
 from llumsched.commands import explained
 from llumsched.commands.arguments import OPTIONS, Output

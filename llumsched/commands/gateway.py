@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from llumlet.credentials import Credentials
+from llumlet.process.credentials import Credentials
 from llumsched.exit_codes import ExitCode
 from llumsched.gateway.config import Config, prepare
 

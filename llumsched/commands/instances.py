@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from llumlet import kinds
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.kinds import Kind
-from llumlet.setting_sources import Reading
-from llumlet.types import Address
+from llumlet.contract.client import LlumletClient
+from llumlet.process import kinds
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import Kind
+from llumlet.process.setting_sources import Reading
 from llumsched.cms.snapshot import CmsUnreachable, look
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.commands.arguments import OPTIONS

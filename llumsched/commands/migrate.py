@@ -9,14 +9,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet import kinds
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
-from llumlet.kinds import MARK
-from llumlet.setting_sources import Reading
-from llumlet.settings import Group
-from llumlet.types import MigrateRequest, Mode, MoveSummary, Reason
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.contract.types import MigrateRequest, Mode, MoveSummary, Reason
+from llumlet.process import kinds
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import MARK
+from llumlet.process.setting_sources import Reading
+from llumlet.process.settings import Group
 from llumsched import output
 from llumsched.cms.snapshot import CmsUnreachable
 from llumsched.commands import instances, selection

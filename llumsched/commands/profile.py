@@ -14,13 +14,13 @@ from typing import Final
 import aiohttp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llumlet import kinds
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletError, LlumletUnreachable
-from llumlet.kinds import Kind
-from llumlet.setting_sources import Reading
-from llumlet.types import Address
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletError, LlumletUnreachable
+from llumlet.process import kinds
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import Kind
+from llumlet.process.setting_sources import Reading
 from llumsched import output
 from llumsched.commands.arguments import OPTIONS, Output
 from llumsched.exit_codes import ExitCode

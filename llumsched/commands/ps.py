@@ -7,10 +7,10 @@ import asyncio
 import time
 from typing import Final
 
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.setting_sources import Reading
-from llumlet.types import ListRequestsResponse, Mode, MoveInfo, MovePhase, RequestInfo, reason_word, word
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import ListRequestsResponse, Mode, MoveInfo, MovePhase, RequestInfo, reason_word, word
+from llumlet.process.credentials import Credentials
+from llumlet.process.setting_sources import Reading
 from llumsched import output
 from llumsched.commands import instances
 from llumsched.commands.arguments import Output

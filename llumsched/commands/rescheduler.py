@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet import kinds
-from llumlet.credentials import Credentials
-from llumlet.kinds import MARK
-from llumlet.loopback import is_loopback
-from llumlet.setting_sources import Reading
-from llumlet.settings import Group
+from llumlet.process import kinds
+from llumlet.process.addresses import is_loopback
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import MARK
+from llumlet.process.setting_sources import Reading
+from llumlet.process.settings import Group
 from llumsched.cms.store import name_of
 from llumsched.commands import instances
 from llumsched.exit_codes import ExitCode

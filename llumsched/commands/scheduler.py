@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
-from llumlet import kinds
-from llumlet.credentials import Credentials
-from llumlet.kinds import SWITCH, Kind
-from llumlet.loopback import is_loopback
+from llumlet.process import kinds
+from llumlet.process.addresses import Address, is_loopback
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import SWITCH, Kind
+from llumlet.process.setting_sources import Reading
+from llumlet.process.settings import Group, field_of
 from llumlet.protocol.infer_type import InferType
-from llumlet.setting_sources import Reading
-from llumlet.settings import Group, field_of
-from llumlet.types import Address
 from llumsched import descriptors
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cms.store import LISTEN, name_of, store_faults

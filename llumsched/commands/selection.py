@@ -7,11 +7,11 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Final, cast
 
-from llumlet import kinds
-from llumlet.kinds import MARK, Kind
+from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, MigrationType
+from llumlet.process import kinds
+from llumlet.process.kinds import MARK, Kind
+from llumlet.process.settings import Group
 from llumlet.protocol.selection import Unit, value_fault
-from llumlet.settings import Group
-from llumlet.types import MigrateRequest, MigrationReqPolicy, MigrationType
 
 _RULES: Final = {name: cast(MigrationType, value) for name, value in MigrationType.items() if value}
 _ORDERS: Final = {name: cast(MigrationReqPolicy, value) for name, value in MigrationReqPolicy.items() if value}

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.setting_sources import Reading
-from llumlet.types import NOT_WELL, Health, InstanceMetadata, InstanceStatus, word
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import NOT_WELL, Health, InstanceMetadata, InstanceStatus, word
+from llumlet.process.credentials import Credentials
+from llumlet.process.setting_sources import Reading
 from llumsched import output
 from llumsched.commands import instances
 from llumsched.commands.arguments import Output

@@ -11,11 +11,11 @@ from typing import Final
 
 from rich.table import Table
 
-from llumlet import kinds
-from llumlet.credentials import Credentials
-from llumlet.kinds import MARK, Kind
-from llumlet.setting_sources import Reading
-from llumlet.types import Address
+from llumlet.process import kinds
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
+from llumlet.process.kinds import MARK, Kind
+from llumlet.process.setting_sources import Reading
 from llumsched import output
 from llumsched.commands.arguments import OPTIONS, Output
 from llumsched.commands.instances import Cluster, Cms, cluster_of

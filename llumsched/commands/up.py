@@ -8,10 +8,10 @@ import os
 import sys
 from typing import Final
 
-from llumlet.credential_files import CredentialFiles
-from llumlet.credentials import Credentials
-from llumlet.setting_sources import Reading
-from llumlet.settings import entries
+from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import Credentials
+from llumlet.process.setting_sources import Reading
+from llumlet.process.settings import entries
 from llumsched.exit_codes import ExitCode
 from llumsched.up.plan import CHECKS, UpConfig, model_fault, plan_of
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.causes import Cause
 from llumsched.cluster.instance import Instance
 

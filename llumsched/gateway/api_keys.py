@@ -12,8 +12,8 @@ from typing import Final
 
 from aiohttp import web
 
-from llumlet.hashed_keys import HashedKeys
-from llumlet.secret_files import Current
+from llumlet.process.hashed_keys import HashedKeys
+from llumlet.process.secret_files import Current
 from llumsched.gateway.errors import Forbidden, Overloaded
 from llumsched.gateway.key_file import Allowance, read_keys
 from llumsched.gateway.objectives import Objectives

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from llumlet.tasks import cancel
-from llumlet.types import Address
+from llumlet.process.addresses import Address
+from llumlet.process.tasks import cancel
 from llumsched import descriptors
 from llumsched.causes import Cause
 from llumsched.endpoints import Endpoint

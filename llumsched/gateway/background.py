@@ -9,7 +9,7 @@ from typing import Final
 
 import aiohttp
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsched.gateway.backends import Backends
 
 _LOOK_S: Final = 2.0

@@ -158,7 +158,7 @@ class Prompt(NamedTuple):
 
     num_tokens: int = 0
     blocks: bytes = b""
-    """Names of its first full blocks (`llumlet.block_hashes`)."""
+    """Names of its first full blocks (`llumlet.contract.block_hashes`)."""
     block_size: int = 0
 
 

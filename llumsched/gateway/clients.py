@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsched.gateway import errors
 from llumsched.gateway.config import Config
 from llumsched.gateway.refusals import Refusals

@@ -9,13 +9,12 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet import kinds
-from llumlet.kinds import SWITCH, Kind
-from llumlet.loopback import is_loopback
-from llumlet.secret_files import read_secret, read_word
-from llumlet.setting_sources import Reading
-from llumlet.settings import Group
-from llumlet.types import Address
+from llumlet.process import kinds
+from llumlet.process.addresses import Address, is_loopback
+from llumlet.process.kinds import SWITCH, Kind
+from llumlet.process.secret_files import read_secret, read_word
+from llumlet.process.setting_sources import Reading
+from llumlet.process.settings import Group
 from llumsched import tls
 from llumsched.endpoints import Endpoint
 from llumsched.gateway.key_file import read_keys

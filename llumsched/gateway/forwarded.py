@@ -16,7 +16,7 @@ from typing import Final
 
 from aiohttp import web
 
-from llumlet.attempts import ATTEMPT_HEADER
+from llumlet.contract.attempt_header import ATTEMPT_HEADER
 
 RawHeaders = tuple[tuple[bytes, bytes], ...]
 _FOR: Final = b"x-forwarded-for"

@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from llumlet.hashed_keys import faults_of
-from llumlet.secret_files import read_secret
+from llumlet.process.hashed_keys import faults_of
+from llumlet.process.secret_files import read_secret
 
 _LEAST_CHARACTERS: Final = 16
 _POSITIVE: Final = (

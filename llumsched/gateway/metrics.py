@@ -19,7 +19,7 @@ from typing import Final
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from llumlet.secret_files import num_refused
+from llumlet.process.secret_files import num_refused
 from llumsched.gateway.metric_files import MetricFiles
 from llumsched.gateway.objectives import NONE, NOTHING_PREDICTED, Objectives, Predicted, Tally
 from llumsched.gateway.sse import Usage

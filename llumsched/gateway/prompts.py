@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
-from llumlet.block_hashes import chain, root_of
+from llumlet.contract.block_hashes import chain, root_of
 from llumsched.gateway.chats.form import Form
 from llumsched.request import MOST_PROMPT_BLOCKS
 
@@ -87,7 +87,7 @@ def _are_ids(prompt: Any) -> TypeGuard[list[int]]:
 
 
 def blocks(document: Mapping[str, Any], token_ids: Sequence[int], block_size: int) -> bytes:
-    """Names of the prompt's first full blocks (`llumlet.block_hashes`). None of what the engine would cut off."""
+    """Names of the prompt's first full blocks (`contract.block_hashes`), without what the engine would cut off."""
     if block_size < 1 or document.get("truncate_prompt_tokens") is not None:
         return b""
     salt = document.get("cache_salt")

@@ -16,7 +16,7 @@ from typing import Final, cast
 
 import msgspec
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsched.gateway import frames
 from llumsched.gateway.frames import CLOCK_PER_CPU, Answer, Job, Settings
 

@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
+from llumlet.process.addresses import Address
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import Address
 from llumsched.contract import (
     MOST_EXCLUDED,
     Attained,

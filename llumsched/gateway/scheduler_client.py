@@ -21,9 +21,9 @@ from typing import Final
 
 import aiohttp
 
-from llumlet.secret_files import Bearer
-from llumlet.tasks import cancel
-from llumlet.types import Address
+from llumlet.process.addresses import Address
+from llumlet.process.secret_files import Bearer
+from llumlet.process.tasks import cancel
 from llumsched.contract import (
     MODEL_AWAY,
     MODEL_NEEDED,

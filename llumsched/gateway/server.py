@@ -16,9 +16,9 @@ from typing import Any, Final, Self
 import msgspec
 from aiohttp import web
 
-from llumlet.loopback import is_loopback
-from llumlet.secret_files import Bearer
-from llumlet.tasks import cancel, keep_running
+from llumlet.process.addresses import is_loopback
+from llumlet.process.secret_files import Bearer
+from llumlet.process.tasks import cancel, keep_running
 from llumsched import tls
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.admission import Admission

@@ -8,7 +8,7 @@ while, is not on trial any more. A request that waits in vain for an instance wi
 another one; it takes one more death then until it is known.
 
 Engines with a llumlet do the same with more knowledge (who was in the step that ended the engine). They are told of
-deaths by a header (`llumlet.attempts`).
+deaths by a header (`llumlet.contract.attempt_header`).
 """
 
 from __future__ import annotations

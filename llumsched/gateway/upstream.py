@@ -20,7 +20,7 @@ from typing import Final
 import aiohttp
 from multidict import CIMultiDict
 
-from llumlet.attempts import ATTEMPT_HEADER, attempt_after
+from llumlet.contract.attempt_header import ATTEMPT_HEADER, attempt_after
 from llumsched import descriptors
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend

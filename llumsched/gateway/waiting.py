@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.errors import Overloaded
 from llumsched.gateway.placement import Placed

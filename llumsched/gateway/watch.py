@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.clients import Clients
 from llumsched.gateway.config import Config

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llumlet.types import StepSample
+from llumlet.contract.types import StepSample
 
 FEWEST_STEPS: Final = 50
 FEWEST_OF_A_KIND: Final = 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from llumlet import kinds
-from llumlet.kinds import Faulty, Kind
+from llumlet.process import kinds
+from llumlet.process.kinds import Faulty, Kind
 
 Constants = tuple[tuple[str, float], ...]
 """Names and values, each name once."""

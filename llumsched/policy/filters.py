@@ -14,8 +14,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from llumlet.contract.types import NOT_WELL, Health, word
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import NOT_WELL, Health, word
 from llumsched.cluster.columns import Mask, Values
 from llumsched.cluster.domains import FailoverDomain, failing_with
 from llumsched.cluster.instance import Instance

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import yaml
 
-from llumlet.kinds import Faulty
+from llumlet.process.kinds import Faulty
 from llumsched.cluster.providers import all_request_providers
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.metadata import MetadataColumns

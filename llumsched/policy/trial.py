@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight

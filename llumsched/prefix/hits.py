@@ -3,7 +3,7 @@
 
 What instances hold comes from `watches`, by what their engines say; or, in lite mode, from what was sent there: then
 it is a guess, and what was sent longest ago is taken to be gone when there is more than a cache may hold. A request
-brings the names of its prompt's blocks (`llumlet.block_hashes`); one without them has no hit anywhere, nor has
+brings the names of its prompt's blocks (`llumlet.contract.block_hashes`); one without them has no hit anywhere, nor has
 it at an instance whose blocks have another size.
 """
 
@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llumlet.block_hashes import adapter_mask
+from llumlet.contract.block_hashes import adapter_mask
 from llumsched.cluster.columns import Cluster, IdOrder, Values
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import HIT_COLUMN

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which instances hold which blocks, in arrays of a size that is fixed beforehand.
 
-A name (`llumlet.block_hashes`) lies in one of two buckets of eight places, which it says itself: a bucket is one line
+A name (`contract.block_hashes`) lies in one of two buckets of eight places, which it says itself: a bucket is one line
 of a CPU's cache, nothing is ever probed further, moved or rebuilt, and a place that gets free is free. A place is 12
 bytes:
 

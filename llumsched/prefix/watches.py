@@ -15,12 +15,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final, Protocol
 
-from llumlet.cache_feed import KEEPALIVE_S, LEAST_INTERVAL_S
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletCallFailed
-from llumlet.tasks import cancel
-from llumlet.types import CacheChanges, WatchCacheRequest
+from llumlet.contract.cache_feed import KEEPALIVE_S, LEAST_INTERVAL_S
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import CacheChanges, WatchCacheRequest
+from llumlet.process.credentials import Credentials
+from llumlet.process.tasks import cancel
 from llumsched.cluster.instance import Instance
 from llumsched.prefix.hits import PrefixHits, names_in
 
@@ -40,7 +40,7 @@ class Broken(Exception):
 
 
 class Watchable(Protocol):
-    """What is needed of `llumlet.client.LlumletClient`."""
+    """What is needed of `llumlet.contract.client.LlumletClient`."""
 
     def watch_cache(
         self, request: WatchCacheRequest, *, deadline_s: float | None = None

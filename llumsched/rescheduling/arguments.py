@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.kinds import SWITCH
-from llumlet.setting_sources import Reading
+from llumlet.process.kinds import SWITCH
+from llumlet.process.setting_sources import Reading
 from llumsched.policy.constants import FLAG
 from llumsched.policy.reader import PolicyError, is_own_file
 from llumsched.rescheduling.config import Config, rescheduling

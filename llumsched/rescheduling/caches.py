@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet import kinds
-from llumlet.setting_sources import Reading
-from llumlet.settings import Group
+from llumlet.process import kinds
+from llumlet.process.setting_sources import Reading
+from llumlet.process.settings import Group
 from llumsched.prefix.index import USUAL_BLOCKS
 
 _AWARE: Final = "--enable-cache-aware-scheduling"

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from llumlet.contract.types import Mode, RequestInfo
 from llumlet.protocol.ids import RequestId
 from llumlet.protocol.selection import Candidate, Rule, select
-from llumlet.types import Mode, RequestInfo
 from llumsched.rescheduling.moves import Move
 
 _WAITING = (RequestInfo.WAITING, RequestInfo.PREEMPTED)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet import kinds
-from llumlet.kinds import Kind
+from llumlet.process import kinds
+from llumlet.process.kinds import Kind
+from llumlet.process.settings import Group, field_of
 from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
-from llumlet.settings import Group, field_of
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.metrics import BUILT_IN_CONSTANTS, metric_fault

@@ -17,12 +17,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from llumlet.client import LlumletClient
-from llumlet.credentials import NONE, Credentials
-from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
-from llumlet.tasks import cancel
-from llumlet.types import (
-    Address,
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.contract.types import (
     ListRequestsResponse,
     MigrateEvent,
     MigrateRequest,
@@ -31,6 +28,9 @@ from llumlet.types import (
     Reason,
     word,
 )
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.tasks import cancel
 from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.blame import Blame, blame_for
 from llumsched.rescheduling.choice import choose, num_tokens
@@ -50,7 +50,7 @@ _SWEEP_S: Final = 1.0
 
 
 class Llumlet(Protocol):
-    """What is needed of `llumlet.client.LlumletClient`."""
+    """What is needed of `llumlet.contract.client.LlumletClient`."""
 
     async def list_requests(self, *, deadline_s: float | None = None) -> ListRequestsResponse: ...
 

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from llumlet.contract.types import Health
 from llumlet.protocol.selection import ALL, Order, Unit
-from llumlet.types import Health
 from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import Move, Purpose, Selection

@@ -3,7 +3,7 @@
 
 Who holds the lease renews it every second; the others ask as often, and one of them has it as soon as it has run out,
 or was given back. A holder counts its time from before it asked, by its own clock: it stops planning before the server
-lets another one begin. Each new holder gets a higher term, which llumlets compare (`llumlet.servicer`): what a holder
+lets another one begin. Each new holder gets a higher term, which llumlets compare (`contract.servicer`): what a holder
 ordered before it was stopped, and says when it goes on, is refused.
 
 A server may lose its memory, and one that takes its place may lack the last lease and the last terms: Sentinels promote
@@ -27,9 +27,9 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import RedisError
 
-from llumlet.redis_client import checked_name, connect, follow_master, reason_of
-from llumlet.redis_layout import Layout
-from llumlet.tasks import end, keep_running
+from llumlet.contract.cms.redis_layout import Layout
+from llumlet.process.redis_client import checked_name, connect, follow_master, reason_of
+from llumlet.process.tasks import end, keep_running
 
 _log = logging.getLogger(__name__)
 LEASE_S: Final = 3.0

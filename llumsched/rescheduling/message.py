@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from llumlet.contract.types import MigrateRequest, Mode
 from llumlet.protocol.selection import Unit
-from llumlet.types import MigrateRequest, Mode
 from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.moves import Move, Purpose
 

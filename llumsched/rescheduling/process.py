@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from llumlet.credentials import NONE, Credentials
-from llumlet.tasks import cancel
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.tasks import cancel
 from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
 from llumsched.prefix.hits import PrefixHits

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
 
-from llumlet.credentials import NONE, Credentials
-from llumlet.redis_url import REDIS_SCHEMES
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.redis_url import REDIS_SCHEMES
 from llumsched.cluster.forward import move_on
 from llumsched.cluster.lost import FAILS_S
 from llumsched.cluster.providers.in_flight import InFlight

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from llumlet.types import InstanceStatus
+from llumlet.contract.types import InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.history import History
 

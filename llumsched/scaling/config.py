@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet import kinds
-from llumlet.kinds import Kind
-from llumlet.settings import Group
+from llumlet.process import kinds
+from llumlet.process.kinds import Kind
+from llumlet.process.settings import Group
 from llumsched.policy.document import Mode
 
 _DESCRIPTION: Final = """Says how many instances each model and infer type should have, at GET /scale and in Prometheus.

@@ -19,9 +19,9 @@ from typing import Final
 
 from aiohttp import web
 
-from llumlet.hashed_keys import HashedKeys
-from llumlet.secret_files import Current
-from llumlet.tokens import read_by_role
+from llumlet.process.hashed_keys import HashedKeys
+from llumlet.process.secret_files import Current
+from llumlet.process.tokens import read_by_role
 
 _OPEN: Final = frozenset({"/healthz", "/health", "/ready"})
 OF_GATEWAYS: Final = frozenset(

@@ -38,7 +38,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.lrs import RealtimeState, Update
 from llumsched.cluster.providers.metadata import type_of

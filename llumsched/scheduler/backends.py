@@ -19,9 +19,10 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.addresses import Address
+from llumlet.process.tasks import cancel
 from llumlet.protocol.infer_type import InferType
-from llumlet.tasks import cancel
-from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched import tls
 from llumsched.cluster.view import View
 from llumsched.contract import decode

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llumlet.secret_files import num_refused
+from llumlet.process.secret_files import num_refused
 from llumsched.cluster.columns import Columns, Values
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.metadata import type_of

@@ -14,14 +14,14 @@ from typing import Final
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from llumlet import kinds
-from llumlet.credentials import NONE, Credentials
-from llumlet.kinds import MARK, SWITCH, Faulty, Kind
+from llumlet.process import kinds
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.kinds import MARK, SWITCH, Faulty, Kind
+from llumlet.process.secret_files import read_secret
+from llumlet.process.settings import Group
+from llumlet.process.tasks import cancel, keep_running
 from llumlet.protocol.infer_type import InferType
-from llumlet.secret_files import read_secret
-from llumlet.settings import Group
-from llumlet.tasks import cancel, keep_running
-from llumlet.types import Address
 from llumsched.cluster.providers import HIT_COLUMN, all_request_providers
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.lrs import RealtimeState

@@ -12,9 +12,9 @@ from typing import Any, Final, Self
 
 import aiohttp
 
-from llumlet.credentials import NONE, Credentials
-from llumlet.tasks import cancel
-from llumlet.types import Address
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.tasks import cancel
 from llumsched.cms.store import open_store
 from llumsched.scheduler_access import IN_CLEAR, Access
 from llumsched.summary import summary

@@ -24,7 +24,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsched.scaling.config import Bounds
 from llumsched.up.component import READY_CALL_S, Component, ComponentDied, ComponentSpec
 from llumsched.up.waiting import race

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlencode
 
-from llumlet import kinds
-from llumlet.kinds import MARK, Kind
-from llumlet.loopback import is_loopback
+from llumlet.process import kinds
+from llumlet.process.addresses import Address, is_loopback
+from llumlet.process.kinds import MARK, Kind
+from llumlet.process.settings import Group, entries, field_of
 from llumlet.protocol.infer_type import InferType
-from llumlet.settings import Group, entries, field_of
-from llumlet.types import Address
 from llumsched.contract import CMS_PORT, SCHEDULER_PORT
 from llumsched.gateway.config import MOST_WORKERS
 from llumsched.policy.document import Mode, load_policy

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 
 
 async def race(*works: Coroutine[Any, Any, object]) -> None:

@@ -17,8 +17,9 @@ from typing import Final
 
 import aiohttp
 
-from llumlet.tasks import cancel
-from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.addresses import Address
+from llumlet.process.tasks import cancel
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.contract import Attaining, Complaining, Endpoint, LLMInstance, Report, SchedulingRequest

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from llumlet.types import InstanceStatus
+from llumlet.contract.types import InstanceStatus
 from llumsched.cluster.forward import Forward
 from llumsched.cluster.table import Table
 from llumsim import PS

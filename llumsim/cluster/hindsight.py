@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.dispatch.dispatcher import Dispatcher

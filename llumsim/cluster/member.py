@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One instance of the simulated cluster.
 
-It tells its load as production instances do (`llumlet.reporter`): with every change, one push at a time and never more
+It reports as instances do (`contract.cms.reporter`): with every change, one push at a time and never more
 often than the link allows; tokens of running requests alone after a tenth of a second; an idle one repeats itself.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.types import Address, InstanceStatus
+from llumlet.contract.types import InstanceStatus
+from llumlet.process.addresses import Address
 from llumsim import PS
 from llumsim.clock import VirtualLoop
 from llumsim.engine.instance import ModelledInstance, described
@@ -28,7 +29,7 @@ class Cadence:
     hop_s: float = 0.0005
     """One way, between any two processes."""
     push_interval_s: float = 0.005
-    """Between two pushes of one instance: of a gRPC link (`llumlet.report_links`)."""
+    """Between two pushes of one instance: of a gRPC link (`llumlet.contract.cms.report_links`)."""
     tokens_s: float = 0.1
     """After which a change that is only tokens is told."""
     keepalive_s: float = 1.0

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TextIO
 
-from llumlet.credentials import Credentials
+from llumlet.contract.types import InstanceStatus
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
 from llumlet.protocol.limits import Limits
-from llumlet.types import Address, InstanceStatus
 from llumsched.gateway.placement import Placed
 from llumsched.request import Request
 from llumsched.scaling.config import Config as ScalingConfig

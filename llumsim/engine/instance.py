@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from llumlet.coming_steps import coming_steps
-from llumlet.types import Health, InstanceMetadata, InstanceStatus
+from llumlet.contract.coming_steps import coming_steps
+from llumlet.contract.types import Health, InstanceMetadata, InstanceStatus
 from llumsched.latency.fitting import pairs
 from llumsim import PS
 from llumsim.clock import Action, Clock

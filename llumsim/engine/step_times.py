@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from llumlet.types import InstanceStatus, StepSample
+from llumlet.contract.types import InstanceStatus, StepSample
 from llumsched.latency.fitting import pairs
 from llumsim import PS
 from llumsim.engine.requests import EngineRequest

@@ -11,12 +11,12 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final, NoReturn
 
-from llumlet import types
-from llumlet.agent import DrainReport, Report
-from llumlet.bridge import reason_of
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletError
+from llumlet.contract import types
+from llumlet.contract.agent import DrainReport, Report
+from llumlet.contract.bridge import reason_of
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletError
+from llumlet.process.credentials import Credentials
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
 from llumlet.protocol.events import Settlement
@@ -35,7 +35,7 @@ _WANTED: Final = "as the test wants it"
 
 
 class SimulatedAgent:
-    """Implements `llumlet.agent.Agent`."""
+    """Implements `llumlet.contract.agent.Agent`."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsim.live.answers import Answer
 from llumsim.live.streams import VOCABULARY, SimulatedRequest
 

@@ -7,7 +7,7 @@ import asyncio
 from types import TracebackType
 from typing import Any, Self
 
-from llumlet.credentials import NONE, Credentials
+from llumlet.process.credentials import NONE, Credentials
 from llumsim.engine.step_model import Hardware
 from llumsim.live.simulated import SimulatedInstance
 from llumsim.live.world import World

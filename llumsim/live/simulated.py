@@ -9,11 +9,12 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Final
 
-from llumlet.credentials import NONE, Credentials
-from llumlet.reporter import Reporter
-from llumlet.server import RunningServer, serve
-from llumlet.tasks import end
-from llumlet.types import Address, Health, InstanceMetadata, InstanceStatus
+from llumlet.contract.cms.reporter import Reporter
+from llumlet.contract.server import RunningServer, serve
+from llumlet.contract.types import Health, InstanceMetadata, InstanceStatus
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.tasks import end
 from llumsim import PS
 from llumsim.clock import RealClock
 from llumsim.engine.instance import ModelledInstance, described

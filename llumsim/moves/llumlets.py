@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked of an instance: its requests, and to move or abort some of them. The messages are those of
-`llumlet.client`; `Connection` is one to a rescheduler, over which nothing is sent."""
+`llumlet.contract.client`; `Connection` is one to a rescheduler, over which nothing is sent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Final
 
-from llumlet.bridge import MODES, PHASES, reason_number, rule_of
-from llumlet.errors import LlumletUnreachable
-from llumlet.protocol.errors import Refused
-from llumlet.protocol.events import Gone
-from llumlet.protocol.ids import RequestId
-from llumlet.protocol.selection import Candidate, select
-from llumlet.types import (
-    Address,
+from llumlet.contract.bridge import MODES, PHASES, reason_number, rule_of
+from llumlet.contract.errors import LlumletUnreachable
+from llumlet.contract.types import (
     ListRequestsResponse,
     MigrateEvent,
     MigrateRequest,
@@ -27,6 +22,11 @@ from llumlet.types import (
     RequestInfo,
     word,
 )
+from llumlet.process.addresses import Address
+from llumlet.protocol.errors import Refused
+from llumlet.protocol.events import Gone
+from llumlet.protocol.ids import RequestId
+from llumlet.protocol.selection import Candidate, select
 from llumsim import PS
 from llumsim.engine.instance import ModelledInstance
 from llumsim.engine.requests import EngineRequest, Phase

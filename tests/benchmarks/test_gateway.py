@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gateway import Target, _row, with_ratios
 from benchmarks.reporting import report
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsched.cms.embedded import EmbeddedStore
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import store

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.mover import MoveFailed, Mover
-from llumlet.errors import LlumletError
-from llumlet.server import serve
-from llumlet.types import MovePhase, Reason, RequestInfo
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.server import serve
+from llumlet.contract.types import MovePhase, Reason, RequestInfo
 from tests.llumlet.fake_agent import FakeAgent, until
 from tests.support.client import Stream
 from tests.support.harness import LlumletAddress, Server

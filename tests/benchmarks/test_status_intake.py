@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.status_intake import measure
-from llumlet.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S
+from llumlet.contract.cms.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S
 
 
 @pytest.mark.parametrize(("instances", "interval_s"), [(100, LEAST_INTERVAL_S), (400, 400 / MOST_WRITES_PER_S)])

@@ -11,7 +11,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from llumlet.block_hashes import HASH_BYTES, adapter_mask, chain, held_names, root_of
+from llumlet.contract.block_hashes import HASH_BYTES, adapter_mask, chain, held_names, root_of
 from tests.engine.rig import BLOCK_SIZE, Rig, window
 from vllm_llumnix.engine import cached_blocks
 from vllm_llumnix.engine.cached_blocks import CachedBlocks

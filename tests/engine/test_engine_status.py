@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from llumlet.coming_steps import NUM_STEPS
+from llumlet.contract.coming_steps import NUM_STEPS
+from llumlet.contract.types import Health, InstanceReport
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import MigrationId
 from llumlet.protocol.limits import Limits, Slots
-from llumlet.types import Health, InstanceReport
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from tests.engine.rig import BLOCK_SIZE, Rig
 from tests.engine.test_step_times import batch

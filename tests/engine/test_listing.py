@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, MigrationType
 from llumlet.protocol.selection import Order, Unit
-from llumlet.types import MigrateRequest, MigrationReqPolicy, MigrationType
 from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from tests.engine.loop import new_loop

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from llumlet.credentials import NONE
+from llumlet.process.credentials import NONE
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.ids import Epoch

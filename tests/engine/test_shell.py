@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
+from llumlet.process.tasks import Tasks
 from llumlet.protocol.effects import ClearTimer, Effect, FreeReservation, RevokeAdmit, SetTimer
 from llumlet.protocol.errors import LocalProtocolError
 from llumlet.protocol.events import AdmitFailed, CancelRequested, Event, QueryRequested, TimerFired
 from llumlet.protocol.machine import Machine
-from llumlet.tasks import Tasks
 from vllm_llumnix.engine.shell import Shell
 
 FAILED = AdmitFailed(cast(Any, None))

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletError
-from llumlet.types import AdoptRequest, Epoch, Reason
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import AdoptRequest, Epoch, Reason
 from tests.exactness.test_matrix import PROMPT, company, held_by, outcome
 from tests.integration.test_hostile_peers import state_of
 from tests.support.adapters import RANK, write_adapter

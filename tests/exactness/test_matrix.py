@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llumlet.types import Reason, RequestInfo
+from llumlet.contract.types import Reason, RequestInfo
 from tests.exactness.cells import COVER, FEW, SAMPLING, Cell, Configuration, all_cells, name
 from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle

@@ -30,7 +30,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from llumlet.credentials import NONE, Credentials
+from llumlet.process.credentials import NONE, Credentials
 from llumlet.protocol import wire
 from llumlet.protocol.ids import Epoch
 from vllm_llumnix import hooks

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from fastapi.testclient import TestClient
 
-from llumlet.attempts import MAX_DEATHS, attempt_after, deaths_before
+from llumlet.contract.attempt_header import MAX_DEATHS, attempt_after, deaths_before
 from vllm_llumnix.frontend import asgi
 
 

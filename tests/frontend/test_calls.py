@@ -14,13 +14,13 @@ import pytest
 import pytest_asyncio
 from vllm.lora.request import LoRARequest
 
-from llumlet.block_hashes import HASH_BYTES, adapter_mask, chain, root_of
-from llumlet.credential_files import CredentialFiles
-from llumlet.credentials import NONE, Credentials
+from llumlet.contract.block_hashes import HASH_BYTES, adapter_mask, chain, root_of
+from llumlet.contract.server import RunningServer, serve
+from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import NONE, Credentials
 from llumlet.protocol import replay_words as words
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import Epoch
-from llumlet.server import RunningServer, serve
 from tests.frontend.fakes import request, until
 from tests.llumlet.fake_agent import FakeAgent
 from tests.support.authority import token_file

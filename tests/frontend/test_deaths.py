@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from llumlet.credentials import Credentials
+from llumlet.contract.server import serve
+from llumlet.process.credentials import Credentials
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.suspects import STUCK_SECONDS, steps_of
-from llumlet.server import serve
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
 from vllm_llumnix.frontend import deaths

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from llumlet.types import Mode, MovePhase, MoveProgress, Reason
+from llumlet.contract.types import Mode, MovePhase, MoveProgress, Reason
 from vllm_llumnix.engine import records
 from vllm_llumnix.engine.records import MoveRecords
 from vllm_llumnix.frontend import metrics

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from llumlet.credentials import NONE
-from llumlet.report_links import LinkLost
-from llumlet.stores import open_directory
-from llumlet.types import PeerInfo, PeersResponse
+from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.stores import open_directory
+from llumlet.contract.types import PeerInfo, PeersResponse
+from llumlet.process.credentials import NONE
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.up.ports import free_port
 from llumsim.live import SimulatedCluster

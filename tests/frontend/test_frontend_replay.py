@@ -14,11 +14,11 @@ from prometheus_client import REGISTRY
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
-from llumlet.errors import LlumletError
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.server import serve
+from llumlet.contract.types import AdoptRequest, Reason
 from llumlet.protocol import origin, owners, replay, streams, wire
 from llumlet.protocol.ids import Epoch
-from llumlet.server import serve
-from llumlet.types import AdoptRequest, Reason
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import (
     DIGEST,

@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 from vllm.v1.engine import FinishReason
 
-from llumlet.errors import LlumletError
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.server import RunningServer, serve
+from llumlet.contract.types import Reason
 from llumlet.protocol import origin, owners, replay
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.suspects import TRIAL_TOKENS
 from llumlet.protocol.wire import Health
-from llumlet.server import RunningServer, serve
-from llumlet.types import Reason
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of, until
 from tests.llumlet.fake_agent import FakeAgent

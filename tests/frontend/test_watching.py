@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llumlet.tasks import end
+from llumlet.process.tasks import end
 from vllm_llumnix.frontend import watching
 from vllm_llumnix.frontend.watching import LOOK_SECONDS, Standstills, watch
 

@@ -14,7 +14,7 @@ from grpc import aio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llumlet.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
+from llumlet.contract.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
 from llumsched.cms.embedded import EmbeddedStore
 from llumsim.live import SimulatedCluster
 from tests.fuzz.hostile import anything, filled, worsened

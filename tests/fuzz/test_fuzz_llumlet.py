@@ -17,10 +17,10 @@ from grpc import aio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llumlet.client import LlumletClient
-from llumlet.proto import llumlet_pb2
-from llumlet.server import RunningServer, serve
-from llumlet.types import (
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.proto import llumlet_pb2
+from llumlet.contract.server import RunningServer, serve
+from llumlet.contract.types import (
     MAX_MESSAGE_BYTES,
     AbortMigrateInRequest,
     AbortRequest,

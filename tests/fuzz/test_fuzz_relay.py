@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine.core_client import AsyncMPClient
 
-from llumlet.credentials import NONE
+from llumlet.process.credentials import NONE
 from llumlet.protocol import origin, owners, wire
 from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import llumlet_enabled

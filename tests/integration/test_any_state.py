@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llumlet.types import RequestInfo
+from llumlet.contract.types import RequestInfo
 from tests.support.client import Client, Stream
 from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.harness import Fleet, Server, ServerSpec

@@ -21,9 +21,9 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-from llumlet.block_hashes import held_names
-from llumlet.client import LlumletClient
-from llumlet.types import CachedPrefixRequest
+from llumlet.contract.block_hashes import held_names
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import CachedPrefixRequest
 from tests.exactness.test_matrix import held_by
 from tests.integration.test_lost_owner import engine_of
 from tests.integration.test_prefix_cache import cached_tokens

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed, LlumletError
-from llumlet.server import serve
-from llumlet.types import (
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed, LlumletError
+from llumlet.contract.server import serve
+from llumlet.contract.types import (
     AbortMigrateInRequest,
     AdoptRequest,
     CachedPrefixRequest,
@@ -35,7 +35,7 @@ from llumlet.types import (
     ReserveRequest,
     SettleRequest,
 )
-from llumlet.validation import MAX_BLOCK_ID
+from llumlet.contract.validation import MAX_BLOCK_ID
 from tests.fuzz.hostile import filled, worsened
 from tests.integration.conftest import Engines
 from tests.llumlet.fake_agent import FakeAgent

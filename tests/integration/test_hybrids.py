@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llumlet.types import RequestInfo
+from llumlet.contract.types import RequestInfo
 from tests.integration.test_any_state import in_phase
 from tests.integration.test_command_line import lines, llumnix
 from tests.integration.test_drain import exit_code

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from llumlet.client import LlumletClient
-from llumlet.types import AdoptRequest, Epoch, RequestInfo
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import AdoptRequest, Epoch, RequestInfo
 from tests.engine.test_features import HOSTILE, IMAGE, PROMPT
 from tests.integration.test_any_state import in_phase
 from tests.integration.test_drain import exit_code

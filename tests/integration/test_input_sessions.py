@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llumlet.client import LlumletClient
+from llumlet.contract.client import LlumletClient
 from tests.integration.conftest import Engines, StartServer
 from tests.integration.test_lost_owner import engine_of
 from tests.support.conservation import reserved_at, wait_idle

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed
-from llumlet.types import Health
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import Health
 from tests.llumlet.fake_agent import until
 from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llumlet.client import LlumletClient
-from llumlet.types import InstanceStatus
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import InstanceStatus
 from llumsched.up.ports import free_port
 from tests.integration.test_metrics import grown, sample
 from tests.support.client import Client

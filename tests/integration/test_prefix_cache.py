@@ -16,10 +16,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llumlet.block_hashes import held_names
-from llumlet.client import LlumletClient
-from llumlet.credentials import NONE
-from llumlet.types import CachedPrefixRequest
+from llumlet.contract.block_hashes import held_names
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import CachedPrefixRequest
+from llumlet.process.credentials import NONE
 from llumsched.cluster.instance import Instance
 from llumsched.prefix.hits import PrefixHits
 from llumsched.prefix.index import PrefixIndex

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from llumlet.client import LlumletClient
+from llumlet.contract.client import LlumletClient
 from llumsched.gateway.forwarded import RANK_HEADER
 from llumsched.up.ports import free_port
 from tests.integration.conftest import Engines

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletError
-from llumlet.types import AbortRequest, AbortResponse, MigrateRequest, Mode, Reason
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import AbortRequest, AbortResponse, MigrateRequest, Mode, Reason
 from tests.exactness.test_matrix import held_by
 from tests.integration.conftest import Engines
 from tests.integration.test_command_line import llumnix

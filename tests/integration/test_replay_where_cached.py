@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llumlet.client import LlumletClient
-from llumlet.types import InstanceStatus
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import InstanceStatus
 from tests.integration.test_lost_owner import engine_of, stopped
 from tests.support.client import Client
 from tests.support.conservation import wait_idle

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed
-from llumlet.types import Health, InstanceStatus
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import Health, InstanceStatus
 from tests.integration.test_lost_owner import STOPPED_S, assert_goes_on, stopped, worker_of
 from tests.support.client import Client, Stream
 from tests.support.conservation import assert_conserved, wait_idle

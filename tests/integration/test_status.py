@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from llumlet.client import LlumletClient
-from llumlet.types import InstanceStatus
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore

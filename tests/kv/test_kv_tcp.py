@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from llumlet.secret_files import LOOK_S
+from llumlet.process.secret_files import LOOK_S
 from tests.kv.fakes import Memory, describe, pull_of, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable

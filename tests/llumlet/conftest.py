@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from llumlet.client import LlumletClient
-from llumlet.server import RunningServer, serve
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.server import RunningServer, serve
 from tests.llumlet.fake_agent import FakeAgent, request_info
 
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from llumlet.agent import DrainReport, Report
-from llumlet.types import (
+from llumlet.contract.agent import DrainReport, Report
+from llumlet.contract.types import (
     AbortMigrateInRequest,
     AbortMigrateInResponse,
     AbortRequest,

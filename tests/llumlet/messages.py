@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llumlet.types import (
+from llumlet.contract.types import (
     AdoptRequest,
     CachedPrefixRequest,
     ClaimRequest,

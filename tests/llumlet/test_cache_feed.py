@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from llumlet import cache_feed
-from llumlet.cache_feed import CacheFeed, packed
-from llumlet.types import CacheChanges
+from llumlet.contract import cache_feed
+from llumlet.contract.cache_feed import CacheFeed, packed
+from llumlet.contract.types import CacheChanges
 
 pytestmark = pytest.mark.asyncio
 

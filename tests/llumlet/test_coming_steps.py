@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llumlet.coming_steps import NUM_STEPS, coming_steps
+from llumlet.contract.coming_steps import NUM_STEPS, coming_steps
 
 
 @settings(max_examples=200, deadline=None)

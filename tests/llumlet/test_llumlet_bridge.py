@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llumlet import bridge, types
+from llumlet.contract import bridge, types
+from llumlet.contract.types import MigrateRequest, Mode
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Settlement
@@ -15,7 +16,6 @@ from llumlet.protocol.ids import Epoch
 from llumlet.protocol.plan import Method
 from llumlet.protocol.selection import ALL, Order, Rule, Unit
 from llumlet.protocol.source import State
-from llumlet.types import MigrateRequest, Mode
 
 
 def test_every_word_has_a_number() -> None:

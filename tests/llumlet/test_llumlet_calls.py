@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletError
-from llumlet.proto import llumlet_pb2
-from llumlet.types import (
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.proto import llumlet_pb2
+from llumlet.contract.types import (
     AbortMigrateInRequest,
     AbortRequest,
     AbortResponse,

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 import llumlet
-from llumlet.proto.generate import generate
-from llumlet.protocol.errors import Reason as EngineReason
-from llumlet.protocol.selection import Order
-from llumlet.status_codes import STATUS_OF_REASON
-from llumlet.types import (
+from llumlet.contract.proto.generate import generate
+from llumlet.contract.status_codes import STATUS_OF_REASON
+from llumlet.contract.types import (
     InstanceMetadata,
     InstanceStatus,
     MigrateRequest,
@@ -25,6 +23,8 @@ from llumlet.types import (
     reason_word,
     word,
 )
+from llumlet.protocol.errors import Reason as EngineReason
+from llumlet.protocol.selection import Order
 
 ROOT = Path(llumlet.__file__).resolve().parents[1]
 GENERATED = ("llumlet_pb2.py", "llumlet_pb2.pyi", "llumlet_pb2_grpc.py", "llumlet_pb2_grpc.pyi")
@@ -33,12 +33,12 @@ GENERATED = ("llumlet_pb2.py", "llumlet_pb2.pyi", "llumlet_pb2_grpc.py", "llumle
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_code_is_current(tmp_path: Path, name: str) -> None:
     pytest.importorskip("grpc_tools")
-    committed = (ROOT / "llumlet" / "proto" / name).read_text()
+    committed = (ROOT / "llumlet" / "contract" / "proto" / name).read_text()
     written_by = f"GRPC_GENERATED_VERSION = '{metadata.version('grpcio-tools')}'"
-    if written_by not in (ROOT / "llumlet/proto/llumlet_pb2_grpc.py").read_text():
-        pytest.fail("regenerate with the pinned grpcio-tools: python -m llumlet.proto.generate")
+    if written_by not in (ROOT / "llumlet/contract/proto/llumlet_pb2_grpc.py").read_text():
+        pytest.fail("regenerate with the pinned grpcio-tools: python -m llumlet.contract.proto.generate")
     generate(ROOT, tmp_path)
-    assert (tmp_path / "llumlet" / "proto" / name).read_text() == committed
+    assert (tmp_path / "llumlet" / "contract" / "proto" / name).read_text() == committed
 
 
 def test_reasons_are_those_of_the_engine_side() -> None:

@@ -9,10 +9,10 @@ from contextlib import aclosing
 
 import pytest
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletError, LlumletUnreachable
-from llumlet.server import RunningServer, serve
-from llumlet.types import MovePhase, Reason
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletError, LlumletUnreachable
+from llumlet.contract.server import RunningServer, serve
+from llumlet.contract.types import MovePhase, Reason
 from tests.llumlet import messages
 from tests.llumlet.fake_agent import FakeAgent, until
 

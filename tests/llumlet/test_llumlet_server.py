@@ -17,12 +17,12 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from llumlet import client as client_module
-from llumlet import servicer
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletUnreachable
-from llumlet.loopback import is_loopback
-from llumlet.server import RunningServer, serve
+from llumlet.contract import client as client_module
+from llumlet.contract import servicer
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletUnreachable
+from llumlet.contract.server import RunningServer, serve
+from llumlet.process.addresses import is_loopback
 from tests.llumlet import messages
 from tests.llumlet.fake_agent import FakeAgent, request_info
 

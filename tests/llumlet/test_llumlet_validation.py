@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from llumlet import validation
-from llumlet.types import AbortMigrateInRequest, AbortRequest, Address, DrainRequest, Epoch, Holder, MigrateRequest
+from llumlet.contract import validation
+from llumlet.contract.types import AbortMigrateInRequest, AbortRequest, DrainRequest, Epoch, Holder, MigrateRequest
+from llumlet.process.addresses import Address
 from tests.llumlet import messages
 
 RATIO = {"migration_type": "RATIO", "kv_cache_usage_ratio": 0.5}

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from llumlet.redis_client import checked_name
-from llumlet.redis_url import Login, RedisUrl, redis_name, split_stores
+from llumlet.process.redis_client import checked_name
+from llumlet.process.redis_url import Login, RedisUrl, redis_name, split_stores
 
 
 def test_sentinels() -> None:

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from grpc import aio
 
-from llumlet.credentials import RenewedChannel
-from llumlet.types import Address
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import RenewedChannel
 
 
 @pytest.mark.asyncio

@@ -11,10 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from llumlet import setting_sources, settings
-from llumlet.kinds import MARK, SWITCH, Kind, file, integer, is_file, number, one_of, port, seconds, several, text
-from llumlet.setting_sources import PROGRAMS, Reading
-from llumlet.settings import Group
+from llumlet.process import setting_sources, settings
+from llumlet.process.kinds import (
+    MARK,
+    SWITCH,
+    Kind,
+    file,
+    integer,
+    is_file,
+    number,
+    one_of,
+    port,
+    seconds,
+    several,
+    text,
+)
+from llumlet.process.setting_sources import PROGRAMS, Reading
+from llumlet.process.settings import Group
 
 
 class Colour(enum.StrEnum):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import Provider
 from llumsched.cluster.providers.in_flight import Counters, InFlight

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from llumlet.server import RunningServer, serve
+from llumlet.contract.server import RunningServer, serve
 from llumsched.cms.embedded import EmbeddedStore
 from tests.llumlet.fake_agent import FakeAgent, request_info
 from tests.support.cms import embedded_store

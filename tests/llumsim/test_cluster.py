@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from llumlet.contract.types import MigrateEvent, MigrateRequest, MovePhase, Reason
 from llumlet.protocol.limits import Limits
-from llumlet.types import MigrateEvent, MigrateRequest, MovePhase, Reason
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.config import LoadTarget
 from llumsim.clock import VirtualLoop

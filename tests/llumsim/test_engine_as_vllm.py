@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
-from llumlet.types import StepSample
+from llumlet.contract.types import StepSample
 from llumsim import PS
 from llumsim.clock import VirtualLoop
 from llumsim.cluster.member import Cadence, Member

@@ -10,9 +10,9 @@ import time
 import aiohttp
 import pytest
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletUnreachable
-from llumlet.types import (
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletUnreachable
+from llumlet.contract.types import (
     AbortRequest,
     DrainRequest,
     Health,

@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llumlet.bridge import rule_of
+from llumlet.contract.bridge import rule_of
+from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, MigrationType
 from llumlet.protocol import selection
 from llumlet.protocol.ids import RequestId
 from llumlet.protocol.selection import ALL, Order, Rule, Unit
-from llumlet.types import MigrateRequest, MigrationReqPolicy, MigrationType
 from llumsim.engine.requests import EngineRequest, Phase
 from llumsim.engine.step_model import EngineConfig
 from llumsim.moves.llumlets import Llumlet

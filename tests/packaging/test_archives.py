@@ -56,7 +56,11 @@ def test_a_wheel_has_every_module_and_no_test(wheels: dict[str, Path]) -> None:
     for package in ("llumlet", "llumsched", "vllm_llumnix"):
         modules = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert modules <= files.keys()
-    assert {"llumlet/proto/llumlet.proto", "llumlet/proto/llumlet_pb2.pyi", "llumlet/py.typed"} <= files.keys()
+    assert {
+        "llumlet/contract/proto/llumlet.proto",
+        "llumlet/contract/proto/llumlet_pb2.pyi",
+        "llumlet/py.typed",
+    } <= files.keys()
     tops = {name.split("/")[0] for name in files if ".dist-info/" not in name}
     assert tops == {"llumlet", "llumsched", "vllm_llumnix", HOOK}
 

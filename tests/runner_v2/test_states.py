@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from llumlet.client import LlumletClient
-from llumlet.types import RequestInfo
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.types import RequestInfo
 from tests.exactness.test_matrix import held_by
 from tests.integration.test_any_state import in_phase
 from tests.runner_v2.conftest import Cast

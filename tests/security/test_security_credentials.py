@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llumlet import setting_sources, settings
-from llumlet.credential_files import CredentialFiles, CredentialsError
-from llumlet.credentials import Credentials
+from llumlet.process import setting_sources, settings
+from llumlet.process.credential_files import CredentialFiles, CredentialsError
+from llumlet.process.credentials import Credentials
 from tests.support.authority import Authority, flags_of
 from vllm_llumnix import config, hooks
 from vllm_llumnix.errors import ConfigError

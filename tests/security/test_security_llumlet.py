@@ -15,13 +15,13 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from llumlet.client import LlumletClient
-from llumlet.credential_files import CredentialFiles
-from llumlet.credentials import NONE, Credentials
-from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
-from llumlet.proto import llumlet_pb2
-from llumlet.server import RunningServer, serve
-from llumlet.types import Reason
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.contract.proto import llumlet_pb2
+from llumlet.contract.server import RunningServer, serve
+from llumlet.contract.types import Reason
+from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import NONE, Credentials
 from tests.llumlet import messages
 from tests.llumlet.fake_agent import FakeAgent, request_info
 from tests.llumsched.conftest import Llumnix, llumnix

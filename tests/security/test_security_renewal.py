@@ -16,15 +16,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llumlet.client import LlumletClient
-from llumlet.credential_files import CredentialFiles
-from llumlet.credentials import Credentials
-from llumlet.directory import CmsDirectory
-from llumlet.errors import LlumletUnreachable
-from llumlet.report_links import LinkLost
-from llumlet.secret_files import Bearer, num_refused
-from llumlet.server import serve
-from llumlet.types import Address
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.cms.directory import CmsDirectory
+from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.errors import LlumletUnreachable
+from llumlet.contract.server import serve
+from llumlet.process.addresses import Address
+from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import Credentials
+from llumlet.process.secret_files import Bearer, num_refused
 from llumsched import tls
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.watch import WatchStore

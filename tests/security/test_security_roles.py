@@ -17,14 +17,14 @@ import pytest_asyncio
 from google.protobuf.descriptor import MethodDescriptor
 from grpc import aio
 
-from llumlet.client import LlumletClient
-from llumlet.credential_files import CredentialFiles, CredentialsError
-from llumlet.credentials import Credentials
-from llumlet.proto import llumlet_pb2
-from llumlet.roles import ALL, MAY_CALL, Role, may_call
-from llumlet.secret_files import Current
-from llumlet.server import RunningServer, serve
-from llumlet.tokens import read_tokens
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.proto import llumlet_pb2
+from llumlet.contract.server import RunningServer, serve
+from llumlet.process.credential_files import CredentialFiles, CredentialsError
+from llumlet.process.credentials import Credentials
+from llumlet.process.roles import ALL, MAY_CALL, Role, may_call
+from llumlet.process.secret_files import Current
+from llumlet.process.tokens import read_tokens
 from llumsched.cms.embedded import EmbeddedStore
 from tests.frontend.fakes import until
 from tests.llumlet.fake_agent import FakeAgent, request_info

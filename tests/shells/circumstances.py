@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from llumlet.types import AdoptRequest
+from llumlet.contract.types import AdoptRequest
 from tests.shells.cluster import Cluster, Instance, Stream
 from tests.shells.network import Kind
 from vllm_llumnix.kv.messages import Pull

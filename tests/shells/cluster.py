@@ -30,12 +30,13 @@ from vllm.v1.engine import FinishReason, core_client
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.request import Request
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import MigrateRequest, MovePhase, MoveProgress
+from llumlet.process.addresses import Address
 from llumlet.protocol import origin, owners, replay, streams
 from llumlet.protocol.destination import State as DestinationState
 from llumlet.protocol.plan import Plan
-from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
 from llumsched.up.ports import free_ports
 from tests.frontend.fakes import close_client, new_client, request
 from tests.shells.engine import NO_MESSAGE, Engine, engine_config

@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from llumlet.types import Mode
+from llumlet.contract.types import Mode
 from tests.shells.cells import CELLS, company
 from tests.shells.circumstances import hanging
 from tests.shells.cluster import Cluster, Instance, Stream, cluster_of

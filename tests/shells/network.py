@@ -26,10 +26,10 @@ import zmq
 import zmq.asyncio
 from grpc import aio
 
-from llumlet import credentials
-from llumlet.credentials import Credentials
+from llumlet.process import credentials
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
 from llumlet.protocol import wire
-from llumlet.types import Address
 
 ORIGIN = "O"
 PATIENCE_SECONDS = 0.15

@@ -15,10 +15,10 @@ import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
-from llumlet.errors import LlumletError
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import AdoptRequest, Epoch, Reason
 from llumlet.protocol import streams
 from llumlet.protocol.placement import IN_FLIGHT
-from llumlet.types import AdoptRequest, Epoch, Reason
 from tests.frontend.fakes import request
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
 from tests.shells.circumstances import hanging, recorded, replays_only_at

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llumlet.types import Health, InstanceStatus
+from llumlet.contract.types import Health, InstanceStatus
 from tests.shells.cells import company, goes_on, moves, too_late, wakes_up
 from tests.shells.circumstances import hanging
 from tests.shells.cluster import Cluster, cluster_of, retold

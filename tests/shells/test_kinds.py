@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+from llumlet.contract.types import Mode, MovePhase, Reason, RequestInfo
 from llumlet.protocol import errors
-from llumlet.types import Mode, MovePhase, Reason, RequestInfo
 from tests.shells.cells import PLAY, company, goes_on
 from tests.shells.circumstances import hanging, outputs_held
 from tests.shells.cluster import Cluster, Stream, cluster_of, retold, until

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from llumlet.errors import LlumletError
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import Reason
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.ids import Epoch
-from llumlet.types import Reason
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
 from tests.shells.circumstances import outputs_held, recorded, replays_only_at
 from tests.shells.cluster import cluster_of, retold, until

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from llumlet.types import Mode, MovePhase, Reason
+from llumlet.contract.types import Mode, MovePhase, Reason
 from tests.shells.cells import company, goes_on
 from tests.shells.circumstances import before_copies, hanging, recorded
 from tests.shells.cluster import Cluster, Instance, Stream, cluster_of, retold, until

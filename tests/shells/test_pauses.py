@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 
-from llumlet.types import MovePhase, Reason
+from llumlet.contract.types import MovePhase, Reason
 from tests.shells.cells import company
 from tests.shells.circumstances import copying, hanging, replays_only_at
 from tests.shells.cluster import SECONDS, cluster_of, retold, side_by_side, until

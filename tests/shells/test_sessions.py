@@ -13,7 +13,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
-from llumlet.types import MovePhase
+from llumlet.contract.types import MovePhase
 from tests.frontend.fakes import request
 from tests.shells.cells import PLAY
 from tests.shells.circumstances import slow_copies

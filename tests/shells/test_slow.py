@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llumlet.types import Mode
+from llumlet.contract.types import Mode
 from tests.shells.cells import company
 from tests.shells.circumstances import slow_copies
 from tests.shells.cluster import Cluster, Stream, cluster_of, side_by_side

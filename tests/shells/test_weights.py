@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from llumlet.contract.types import MovePhase, Reason
 from llumlet.protocol import streams
-from llumlet.types import MovePhase, Reason
 from tests.shells.cells import company
 from tests.shells.circumstances import recorded, replays_only_at
 from tests.shells.cluster import Cluster, Stream, cluster_of, retold, until

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import time
 
-from llumlet.client import LlumletClient
+from llumlet.contract.client import LlumletClient
 from tests.support.harness import Server
 
 

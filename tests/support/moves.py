@@ -16,9 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed
-from llumlet.types import (
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import (
     OUTCOMES,
     MigrateRequest,
     MigrationReqPolicy,

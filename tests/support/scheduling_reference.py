@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llumlet.types import NOT_WELL, Health, InstanceStatus, word
+from llumlet.contract.types import NOT_WELL, Health, InstanceStatus, word
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import NONE_IN_FLIGHT, Counters

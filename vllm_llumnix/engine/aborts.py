@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 
-from llumlet.errors import LlumletCallFailed
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import AbortRequest, AbortResponse
+from llumlet.process.addresses import Address
+from llumlet.process.tasks import Tasks
 from llumlet.protocol.ids import Epoch
-from llumlet.tasks import Tasks
-from llumlet.types import AbortRequest, AbortResponse, Address
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.request_state import residence_of
 

@@ -12,13 +12,13 @@ import asyncio
 
 from vllm.v1.request import Request, RequestStatus
 
-from llumlet.bridge import epoch_of
+from llumlet.contract.bridge import epoch_of
+from llumlet.contract.types import AdoptRequest, AdoptResponse
 from llumlet.protocol import adoption as on
 from llumlet.protocol import rescue
 from llumlet.protocol.adoption import MAX_ADOPTING, Adoption, require_former
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.rescue import Rescue
-from llumlet.types import AdoptRequest, AdoptResponse
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.context import EngineContext

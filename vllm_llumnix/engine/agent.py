@@ -14,19 +14,19 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs
 
-import llumlet.server
-from llumlet import types
-from llumlet.agent import DrainReport, Report
-from llumlet.bridge import epoch_of, reason_number
-from llumlet.cache_feed import CacheFeed
-from llumlet.errors import LlumletError
+import llumlet.contract.server
+from llumlet.contract import types
+from llumlet.contract.agent import DrainReport, Report
+from llumlet.contract.bridge import epoch_of, reason_number
+from llumlet.contract.cache_feed import CacheFeed
+from llumlet.contract.cms.reporter import Reporter
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.server import RunningServer
+from llumlet.process.addresses import Address
+from llumlet.process.tasks import Tasks
 from llumlet.protocol import wire
 from llumlet.protocol.claim import LEASE_SECONDS
 from llumlet.protocol.errors import MigrationError, Reason, Refused
-from llumlet.reporter import Reporter
-from llumlet.server import RunningServer
-from llumlet.tasks import Tasks
-from llumlet.types import Address
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
 from vllm_llumnix.engine.aborts import Aborts
@@ -63,11 +63,11 @@ async def open_llumlet(
 ) -> LlumletAgent:
     """The llumlet of an engine, listening. On the event loop that serves it, before any request can be here.
 
-    Raises ValueError, OSError as `llumlet.server.serve` does.
+    Raises ValueError, OSError as `llumlet.contract.server.serve` does.
     """
     credentials = config.credentials()
-    server = llumlet.server.new_server(config.host, credentials, config.insecure)
-    bound = llumlet.server.bind(server, config.host, config.port, credentials)
+    server = llumlet.contract.server.new_server(config.host, credentials, config.insecure)
+    bound = llumlet.contract.server.bind(server, config.host, config.port, credentials)
     address = Address(reachable_host(config.host), bound.port)
     limits = config.bandwidth_limit, config.bandwidth_limit_local
     hello = wire.Hello(wire.RELAY_VERSION, identity.instance, identity.incarnation, str(address), identity.facts.digest)
@@ -91,12 +91,12 @@ async def open_llumlet(
         address=address,
     )
     agent = LlumletAgent(context, claims)
-    await agent.open(await llumlet.server.start(agent, server, bound))
+    await agent.open(await llumlet.contract.server.start(agent, server, bound))
     return agent
 
 
 class LlumletAgent:
-    """Implements `llumlet.agent.Agent`, and hears what the engine's threads say: `loop.Llumlet`."""
+    """Implements `llumlet.contract.agent.Agent`, and hears what the engine's threads say: `loop.Llumlet`."""
 
     def __init__(self, context: EngineContext, claims: Claims) -> None:
         self.context = context

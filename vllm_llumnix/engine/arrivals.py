@@ -8,16 +8,9 @@ from typing import NoReturn
 
 import msgspec
 
-from llumlet.bridge import reason_number
-from llumlet.errors import LlumletError
-from llumlet.protocol import events as on
-from llumlet.protocol.destination import State
-from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.events import Call, Settlement
-from llumlet.protocol.ids import MigrationId
-from llumlet.protocol.limits import Limits, Slots
-from llumlet.protocol.plan import Terms
-from llumlet.types import (
+from llumlet.contract.bridge import reason_number
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import (
     AbortMigrateInRequest,
     AbortMigrateInResponse,
     CommitRequest,
@@ -31,6 +24,13 @@ from llumlet.types import (
     SettleRequest,
     SettleResponse,
 )
+from llumlet.protocol import events as on
+from llumlet.protocol.destination import State
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.events import Call, Settlement
+from llumlet.protocol.ids import MigrationId
+from llumlet.protocol.limits import Limits, Slots
+from llumlet.protocol.plan import Terms
 from vllm_llumnix import faults
 from vllm_llumnix.engine.block_rows import BlockRows
 from vllm_llumnix.engine.builder import RequestBuilder

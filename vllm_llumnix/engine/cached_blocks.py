@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that vLLM's prefix cache holds, by names that others can compute (`llumlet.block_hashes`).
+"""The blocks that vLLM's prefix cache holds, by names that others can compute (`llumlet.contract.block_hashes`).
 
 vLLM's own events would have to be switched on, sent by ZMQ, and translated by everybody who hears them. Here the block
 pool's methods are wrapped where a block's hash is set and taken off, and the name of each block is kept beside the
@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from llumlet.block_hashes import HASH_BYTES, adapter_mask, chain, root_of
+from llumlet.contract.block_hashes import HASH_BYTES, adapter_mask, chain, root_of
 from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
 
@@ -45,7 +45,7 @@ def block_size_of(scheduler: Scheduler) -> int:
 
 
 class CachedBlocks:
-    """Implements `llumlet.cache_feed.Blocks`. Before the scheduler has a request."""
+    """Implements `llumlet.contract.cache_feed.Blocks`. Before the scheduler has a request."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.block_size = block_size_of(scheduler)

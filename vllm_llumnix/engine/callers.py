@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Hashable
 from typing import Any
 
-from llumlet.bridge import HANDOVERS, reason_number
+from llumlet.contract.bridge import HANDOVERS, reason_number
+from llumlet.contract.types import SettleResponse
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Settlement
-from llumlet.types import SettleResponse
 
 
 class Callers:

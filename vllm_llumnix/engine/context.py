@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from llumlet.credentials import Credentials
-from llumlet.types import Address
+from llumlet.process.addresses import Address
+from llumlet.process.credentials import Credentials
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.engine.forwarding import Forwarding

@@ -16,12 +16,9 @@ import time
 from collections import Counter
 from typing import Any
 
-from llumlet.bridge import reason_of
-from llumlet.errors import LlumletCallFailed
-from llumlet.protocol.errors import MigrationError, Reason, Refused
-from llumlet.tasks import Tasks
-from llumlet.types import (
-    Address,
+from llumlet.contract.bridge import reason_of
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import (
     DrainProgress,
     DrainRequest,
     MigrateRequest,
@@ -30,6 +27,9 @@ from llumlet.types import (
     MoveProgress,
     reason_word,
 )
+from llumlet.process.addresses import Address
+from llumlet.process.tasks import Tasks
+from llumlet.protocol.errors import MigrationError, Reason, Refused
 from vllm_llumnix.config import END_SECONDS, drain_limit
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.handover_calls import Target

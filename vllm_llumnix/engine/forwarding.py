@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 
 ENTRIES = 65_536
 """Requests that are remembered, those that left last: to send late aborts after them."""

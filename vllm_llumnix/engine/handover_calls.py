@@ -8,15 +8,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from llumlet.bridge import reason_number, reason_of
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed, LlumletError
-from llumlet.protocol import events as on
-from llumlet.protocol.errors import Reason
-from llumlet.protocol.events import Call
-from llumlet.protocol.plan import Plan
-from llumlet.types import (
-    Address,
+from llumlet.contract.bridge import reason_number, reason_of
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed, LlumletError
+from llumlet.contract.types import (
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
@@ -27,6 +22,11 @@ from llumlet.types import (
     SettleRequest,
     SettleResponse,
 )
+from llumlet.process.addresses import Address
+from llumlet.protocol import events as on
+from llumlet.protocol.errors import Reason
+from llumlet.protocol.events import Call
+from llumlet.protocol.plan import Plan
 
 logger = logging.getLogger("vllm.llumnix")
 

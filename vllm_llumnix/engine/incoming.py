@@ -11,16 +11,9 @@ import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
 
-from llumlet.bridge import HANDOVERS, epoch_of, reason_number
-from llumlet.errors import LlumletError
-from llumlet.protocol import effects as do
-from llumlet.protocol import events as on
-from llumlet.protocol.destination import Destination, State
-from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
-from llumlet.protocol.events import Call
-from llumlet.protocol.ids import MigrationId
-from llumlet.protocol.plan import Terms
-from llumlet.types import (
+from llumlet.contract.bridge import HANDOVERS, epoch_of, reason_number
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import (
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
@@ -30,6 +23,13 @@ from llumlet.types import (
     ReserveRequest,
     ReserveResponse,
 )
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as on
+from llumlet.protocol.destination import Destination, State
+from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
+from llumlet.protocol.events import Call
+from llumlet.protocol.ids import MigrationId
+from llumlet.protocol.plan import Terms
 from vllm_llumnix import faults
 from vllm_llumnix.engine.admission import Admission
 from vllm_llumnix.engine.arriving import ArrivingBlocks

@@ -7,9 +7,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from llumlet.process.tasks import Tasks
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Refused
-from llumlet.tasks import Tasks
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.vllm_types import Request

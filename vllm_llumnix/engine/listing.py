@@ -5,12 +5,8 @@ from __future__ import annotations
 
 from vllm.v1.request import RequestStatus
 
-from llumlet.bridge import epoch_message, reason_number, rule_of
-from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.ids import HOME, RequestId
-from llumlet.protocol.plan import Method
-from llumlet.protocol.selection import Candidate, select
-from llumlet.types import (
+from llumlet.contract.bridge import epoch_message, reason_number, rule_of
+from llumlet.contract.types import (
     ListRequestsResponse,
     MigrateRequest,
     Mode,
@@ -18,6 +14,10 @@ from llumlet.types import (
     MovePhase,
     RequestInfo,
 )
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import HOME, RequestId
+from llumlet.protocol.plan import Method
+from llumlet.protocol.selection import Candidate, select
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.incoming import IncomingMove

@@ -11,7 +11,7 @@ from pathlib import Path
 import vllm
 
 import vllm_llumnix
-from llumlet.types import InstanceMetadata
+from llumlet.contract.types import InstanceMetadata
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.patching import state
 

@@ -6,14 +6,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from llumlet.agent import Report
-from llumlet.bridge import reason_number
-from llumlet.errors import LlumletCallFailed, LlumletError
-from llumlet.protocol.errors import MigrationError, Reason, Refused
-from llumlet.protocol.plan import Plan
-from llumlet.types import (
+from llumlet.contract.agent import Report
+from llumlet.contract.bridge import reason_number
+from llumlet.contract.errors import LlumletCallFailed, LlumletError
+from llumlet.contract.types import (
     OUTCOMES,
-    Address,
     MigrateInRequest,
     MigrateRequest,
     Mode,
@@ -21,6 +18,9 @@ from llumlet.types import (
     MoveProgress,
     MoveSummary,
 )
+from llumlet.process.addresses import Address
+from llumlet.protocol.errors import MigrationError, Reason, Refused
+from llumlet.protocol.plan import Plan
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.handover_calls import Target

@@ -7,9 +7,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from llumlet.bridge import MODES, PHASES, reason_number
+from llumlet.contract.bridge import MODES, PHASES, reason_number
+from llumlet.contract.types import Mode, MovePhase, MoveProgress
 from llumlet.protocol.source import Outcome, State
-from llumlet.types import Mode, MovePhase, MoveProgress
 from vllm_llumnix.engine.leaving import LeavingRequest
 from vllm_llumnix.engine.scheduler_port import FrozenRequest
 from vllm_llumnix.engine.way import Way

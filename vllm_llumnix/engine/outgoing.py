@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from llumlet.bridge import epoch_message
+from llumlet.contract.bridge import epoch_message
+from llumlet.contract.types import CommitRequest, CopyRoundRequest, Handover, Mode, MoveProgress, ReserveRequest
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
@@ -28,7 +29,6 @@ from llumlet.protocol.events import Call, Gone
 from llumlet.protocol.ids import Epoch, MigrationId
 from llumlet.protocol.plan import Method, Plan
 from llumlet.protocol.source import Source, State
-from llumlet.types import CommitRequest, CopyRoundRequest, Handover, Mode, MoveProgress, ReserveRequest
 from vllm_llumnix import faults
 from vllm_llumnix.engine.block_rows import NULL_ID
 from vllm_llumnix.engine.context import EngineContext

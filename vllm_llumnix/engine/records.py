@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from llumlet.types import Mode, MovePhase, MoveProgress, reason_word, word
+from llumlet.contract.types import Mode, MovePhase, MoveProgress, reason_word, word
 
 NUM_KEPT = 4096
 """More than settle between two looks of an API server, which takes one every second."""

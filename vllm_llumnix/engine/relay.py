@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutputs
 
-from llumlet.credentials import Credentials
+from llumlet.process.credentials import Credentials
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch

@@ -7,14 +7,14 @@ import logging
 
 from vllm.v1.request import Request
 
-from llumlet.bridge import epoch_message
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletCallFailed
+from llumlet.contract.bridge import epoch_message
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed
+from llumlet.contract.types import ClaimRequest, ClaimResponse, EndClaimRequest, Holder
+from llumlet.process.tasks import Tasks
 from llumlet.protocol import rescue as on
 from llumlet.protocol.errors import MigrationError
 from llumlet.protocol.ids import Epoch
-from llumlet.tasks import Tasks
-from llumlet.types import ClaimRequest, ClaimResponse, EndClaimRequest, Holder
 from vllm_llumnix.engine.block_rows import NULL_ID, to_copy
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory

@@ -8,10 +8,10 @@ import asyncio
 from collections import deque
 from typing import Any, Generic, TypeVar
 
+from llumlet.process.tasks import Tasks
 from llumlet.protocol.effects import ClearTimer, Effect, SetTimer
 from llumlet.protocol.events import Event, TimerFired
 from llumlet.protocol.machine import Machine
-from llumlet.tasks import Tasks
 
 M = TypeVar("M", bound=Machine[Any, Any, Any])
 

@@ -12,11 +12,11 @@ import time
 
 from vllm.v1.core.sched.interface import PauseState
 
-from llumlet.bridge import HEALTHS
-from llumlet.coming_steps import coming_steps
+from llumlet.contract.bridge import HEALTHS
+from llumlet.contract.coming_steps import coming_steps
+from llumlet.contract.types import InstanceStatus
 from llumlet.protocol import wire
 from llumlet.protocol.limits import Slots
-from llumlet.types import InstanceStatus
 from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.context import EngineContext

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from llumlet.types import StepSample
+from llumlet.contract.types import StepSample
 from vllm_llumnix.engine.load import pairs
 from vllm_llumnix.kv.vllm_types import SchedulerOutput
 

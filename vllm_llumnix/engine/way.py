@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from llumlet.bridge import METHODS
+from llumlet.contract.bridge import METHODS
+from llumlet.contract.types import Mode
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.plan import Method
-from llumlet.types import Mode
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.portability import why_not_portable
 from vllm_llumnix.engine.vllm_types import Request

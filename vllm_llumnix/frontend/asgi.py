@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
-from llumlet.attempts import ATTEMPT_HEADER, deaths_before
+from llumlet.contract.attempt_header import ATTEMPT_HEADER, deaths_before
 from llumlet.protocol.urgency import is_urgent
 
 Message = MutableMapping[str, Any]

@@ -8,14 +8,14 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from llumlet.block_hashes import held_names
-from llumlet.bridge import epoch_message, reason_of
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.contract.block_hashes import held_names
+from llumlet.contract.bridge import epoch_message, reason_of
+from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.contract.types import AbortRequest, AdoptRequest, CachedPrefixRequest
+from llumlet.process.credentials import Credentials
+from llumlet.process.tasks import Tasks
 from llumlet.protocol import replay_words as words
 from llumlet.protocol.errors import Refused
-from llumlet.tasks import Tasks
-from llumlet.types import AbortRequest, AdoptRequest, CachedPrefixRequest
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.kept_inputs import named_tokens

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from llumlet.client import LlumletClient
-from llumlet.credentials import Credentials
-from llumlet.errors import LlumletCallFailed, LlumletUnreachable, NotALlumlet
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletCallFailed, LlumletUnreachable, NotALlumlet
+from llumlet.process.credentials import Credentials
 
 GONE_SECONDS = 1.0
 GONE_PAUSE_SECONDS = 0.05

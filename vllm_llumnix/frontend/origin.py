@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
+from llumlet.process.tasks import post
 from llumlet.protocol import replay_words as words
 from llumlet.protocol import wire
 from llumlet.protocol.inputs import SendPart
@@ -26,7 +27,6 @@ from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, 
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.parts import Input
 from llumlet.protocol.streams import Part, Stream
-from llumlet.tasks import post
 from vllm_llumnix import step_record
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit

@@ -14,12 +14,12 @@ from contextlib import AsyncExitStack
 
 from google.protobuf.message import DecodeError
 
-from llumlet.credentials import Credentials
-from llumlet.directory import Directory
-from llumlet.redis_url import split_stores
-from llumlet.report_links import LinkLost
-from llumlet.stores import open_directory
-from llumlet.types import PeersResponse
+from llumlet.contract.cms.directory import Directory
+from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.stores import open_directory
+from llumlet.contract.types import PeersResponse
+from llumlet.process.credentials import Credentials
+from llumlet.process.redis_url import split_stores
 from vllm_llumnix.reach import Reach
 
 logger = logging.getLogger("vllm.llumnix")

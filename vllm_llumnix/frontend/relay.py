@@ -22,8 +22,8 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
+from llumlet.process.tasks import post
 from llumlet.protocol import wire
-from llumlet.tasks import post
 from vllm_llumnix.frontend.key_check import KeyCheck
 from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.relay_address import RelayAddress

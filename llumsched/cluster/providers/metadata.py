@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from llumlet.contract.types import InstanceMetadata
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import InstanceMetadata
 from llumsched.cluster.instance import Instance
 
 NO_LIMIT: Final = 1e9

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from llumlet.coming_steps import NUM_STEPS
-from llumlet.types import InstanceStatus
+from llumlet.contract.coming_steps import NUM_STEPS
+from llumlet.contract.types import InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.step_models import GONE_HALF_LIFE_S, Kind, kind_of
 

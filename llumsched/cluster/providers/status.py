@@ -11,7 +11,7 @@ from typing import Final
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from llumlet.types import InstanceStatus
+from llumlet.contract.types import InstanceStatus
 from llumsched.cluster.instance import Instance
 
 _TRUTHS_AND_WORDS: Final = (FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llumlet.contract.types import InstanceStatus
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import InstanceStatus
 from llumsched.cluster.forward import MOVED, Forward, move_on, moved_on
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import Counters, InFlight

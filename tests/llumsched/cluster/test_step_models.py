@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llumlet.types import StepSample
+from llumlet.contract.types import StepSample
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.step_models import HALF_LIFE_S, REFIT_S, StepModels
 from llumsched.cluster.table import Table, standard_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
 

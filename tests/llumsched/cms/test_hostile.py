@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 from grpc import aio
 
-from llumlet.credentials import NONE, Credentials
-from llumlet.proto.llumlet_pb2_grpc import CmsStub
-from llumlet.tasks import end
-from llumlet.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
+from llumlet.contract.proto.llumlet_pb2_grpc import CmsStub
+from llumlet.contract.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
+from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.tasks import end
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
 from llumsched.cms import allowance as allowance_module

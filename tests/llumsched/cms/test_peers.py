@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from llumlet import redis_link
-from llumlet.peers import MAX_PEERS
-from llumlet.redis_client import connect
-from llumlet.redis_layout import Layout
-from llumlet.redis_link import RedisLink
-from llumlet.stores import open_directory
-from llumlet.types import (
+from llumlet.contract.cms import redis_link
+from llumlet.contract.cms.peers import MAX_PEERS
+from llumlet.contract.cms.redis_layout import Layout
+from llumlet.contract.cms.redis_link import RedisLink
+from llumlet.contract.cms.stores import open_directory
+from llumlet.contract.types import (
     Health,
     InstanceMetadata,
     InstanceStatus,
     PeersRequest,
 )
+from llumlet.process.redis_client import connect
 from llumsched.cluster.view import View
 from llumsched.cms.peers import PREPARED_S, PeerLists
 from tests.support.cms import embedded_store

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from llumlet.redis_client import connect
-from llumlet.redis_layout import Layout
-from llumlet.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S, TTL_S, RedisLink
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.cms.redis_layout import Layout
+from llumlet.contract.cms.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S, TTL_S, RedisLink
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.redis_client import connect
 from llumsched.cms import redis as redis_module
 from llumsched.cms.intake import Patience
 from llumsched.cms.redis import RedisStore

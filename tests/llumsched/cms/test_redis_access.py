@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from redis.exceptions import MovedError, RedisError
 
-from llumlet.redis_client import NO_CLUSTER, connect, reason_of
-from llumlet.redis_link import RedisLink
-from llumlet.report_links import LinkLost
-from llumlet.stores import open_directory
-from llumlet.types import InstanceMetadata
+from llumlet.contract.cms.redis_link import RedisLink
+from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.stores import open_directory
+from llumlet.contract.types import InstanceMetadata
+from llumlet.process.redis_client import NO_CLUSTER, connect, reason_of
 from llumsched.cms.redis import RedisStore
 from llumsched.rescheduling.leadership import Lease
 from llumsched.up.ports import free_port

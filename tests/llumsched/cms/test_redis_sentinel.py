@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 from redis.exceptions import RedisError
 
-from llumlet import redis_link
-from llumlet.redis_client import connect
-from llumlet.stores import open_directory
+from llumlet.contract.cms import redis_link
+from llumlet.contract.cms.stores import open_directory
+from llumlet.process.redis_client import connect
 from llumsched.cms import redis as redis_module
 from llumsched.cms.redis import RedisStore
 from llumsched.rescheduling import leadership

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from llumlet import reporter as reporter_module
-from llumlet.report_links import GrpcLink
-from llumlet.reporter import Reporter, cms_faults
-from llumlet.tasks import end as finished
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.cms import reporter as reporter_module
+from llumlet.contract.cms.report_links import GrpcLink
+from llumlet.contract.cms.reporter import Reporter, cms_faults
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.tasks import end as finished
 from llumsched.cluster.instance import Instance
 from llumsched.cms.embedded import EmbeddedStore
 from tests.llumlet.fake_agent import until

@@ -12,11 +12,12 @@ import pytest
 import pytest_asyncio
 from grpc import aio
 
-from llumlet import redis_link
-from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
-from llumlet.reporter import Reporter
-from llumlet.tasks import end
-from llumlet.types import Address, ViewChange
+from llumlet.contract.cms import redis_link
+from llumlet.contract.cms.reporter import Reporter
+from llumlet.contract.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
+from llumlet.contract.types import ViewChange
+from llumlet.process.addresses import Address
+from llumlet.process.tasks import end
 from llumsched.cluster.instance import Instance
 from llumsched.cms import watch as watch_module
 from llumsched.cms.embedded import EmbeddedStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from llumlet.types import DrainRequest
+from llumlet.contract.types import DrainRequest
 from llumsched.exit_codes import ExitCode
 from tests.llumsched.conftest import Instance, Llumnix
 

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from llumlet.credential_files import CredentialFiles
-from llumlet.redis_client import connect
-from llumlet.settings import all_entries
+from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.redis_client import connect
+from llumlet.process.settings import all_entries
 from llumsched.cli import prepare
 from llumsched.commands import COMMANDS, load
 from llumsched.llumnix_flags import ABSENT, instead_of

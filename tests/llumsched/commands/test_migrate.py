@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
-from llumlet.errors import LlumletError
-from llumlet.types import MigrateRequest, MigrationReqPolicy, MigrationType, Mode, MovePhase, Reason
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, MigrationType, Mode, MovePhase, Reason
 from tests.llumlet.fake_agent import request_info, until
 from tests.llumsched.conftest import Done, Instance, Llumnix, finish, start
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from llumlet.errors import LlumletError, LlumletUnreachable, NotALlumlet
-from llumlet.types import Epoch, MoveProgress, Reason
+from llumlet.contract.errors import LlumletError, LlumletUnreachable, NotALlumlet
+from llumlet.contract.types import Epoch, MoveProgress, Reason
 from llumsched import output
 from llumsched.hints import HINTS
 from llumsched.move_display import TextDisplay

@@ -7,8 +7,8 @@ import asyncio
 
 import pytest
 
-from llumlet.errors import LlumletError
-from llumlet.types import Health, Mode, Reason
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import Health, Mode, Reason
 from tests.llumlet.fake_agent import moving_request_info, request_info
 from tests.llumsched.conftest import Instance, Llumnix
 

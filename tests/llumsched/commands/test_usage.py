@@ -10,8 +10,8 @@ from importlib import metadata
 
 import pytest
 
+from llumlet.contract.types import MigrationReqPolicy, MigrationType
 from llumlet.protocol.selection import Order
-from llumlet.types import MigrationReqPolicy, MigrationType
 from llumsched.cli import main, prepare
 from llumsched.commands import COMMANDS, load
 from llumsched.commands.arguments import Output

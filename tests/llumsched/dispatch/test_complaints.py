@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from llumlet.types import Address, InstanceMetadata
+from llumlet.contract.types import InstanceMetadata
+from llumlet.process.addresses import Address
 from llumsched.causes import Cause
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View

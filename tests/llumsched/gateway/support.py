@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.paths import PATHS, Kind
 from llumsched.gateway.server import Gateway

@@ -20,7 +20,7 @@ import aiohttp
 import psutil
 import pytest
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.cli import prepare
 from llumsched.commands import gateway
 from llumsched.gateway import workers

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.causes import Cause
 from llumsched.endpoints import Endpoint
 from llumsched.gateway.backends import Backend

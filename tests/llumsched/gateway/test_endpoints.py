@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched import tls
 from llumsched.cli import prepare
 from llumsched.endpoints import Endpoint

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.gateway import ends
 from llumsched.gateway.body import Body
 from llumsched.gateway.effects import of

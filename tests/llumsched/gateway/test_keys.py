@@ -19,7 +19,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from llumlet.hashed_keys import HashedKeys
+from llumlet.process.hashed_keys import HashedKeys
 from llumsched.cli import prepare
 from llumsched.gateway import admission, api_keys, background
 from llumsched.gateway.access_log import _line

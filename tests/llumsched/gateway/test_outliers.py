@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from llumlet.process.addresses import Address
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import Address
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import AccessLog, Config

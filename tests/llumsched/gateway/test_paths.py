@@ -21,7 +21,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.causes import Cause
 from llumsched.gateway import prompts
 from llumsched.gateway.forms import fields_of

@@ -16,7 +16,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.gateway.body import Body
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.model_memory import AWAY_RETRY_S

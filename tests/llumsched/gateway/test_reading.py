@@ -22,8 +22,8 @@ import pytest
 import uvloop
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from llumlet.block_hashes import chain, root_of
-from llumlet.types import Address
+from llumlet.contract.block_hashes import chain, root_of
+from llumlet.process.addresses import Address
 from llumsched.gateway import prompts, reading, tokens
 from llumsched.gateway.body import Body, Head
 from llumsched.gateway.continuable import CannotContinue, Outline, outline

@@ -8,8 +8,8 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from llumlet import tasks
-from llumlet.types import Address
+from llumlet.process import tasks
+from llumlet.process.addresses import Address
 from llumsched.gateway import scheduler_client
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, engine, until
 from tests.support.mock_api import Mock

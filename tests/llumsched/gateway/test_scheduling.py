@@ -21,9 +21,9 @@ from aiohttp import web
 from msgspec import to_builtins
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from llumlet.block_hashes import chain, root_of
+from llumlet.contract.block_hashes import chain, root_of
+from llumlet.process.addresses import Address
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import Address
 from llumsched.contract import MODEL_AWAY, MODEL_NEEDED, Endpoint, LLMInstance, Report, SchedulingRequest
 from llumsched.gateway import scheduler_client
 from llumsched.gateway.access_log import AccessLogger

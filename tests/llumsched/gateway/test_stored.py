@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.endpoints import Endpoint
 from llumsched.gateway.api_keys import ApiKeys
 from llumsched.gateway.backends import Backend

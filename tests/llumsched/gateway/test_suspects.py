@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llumlet.attempts import ATTEMPT_HEADER
-from llumlet.types import Address
+from llumlet.contract.attempt_header import ATTEMPT_HEADER
+from llumlet.process.addresses import Address
 from llumsched.gateway import suspects
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.server import Gateway

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched.contract import Endpoint, LLMInstance, SchedulingRequest
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llumlet.kinds import Faulty
+from llumlet.process.kinds import Faulty
 from llumsched.cli import prepare
 from llumsched.policy.constants import POLICY_CONSTANTS
 from llumsched.rescheduling.policies import load_policies

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llumlet.contract.types import Health
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import Health
 from llumsched.cluster.columns import serves
 from llumsched.cluster.domains import FailoverDomain, failing_with
 from llumsched.cluster.instance import Instance

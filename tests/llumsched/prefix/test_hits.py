@@ -10,11 +10,11 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from llumlet.block_hashes import adapter_mask, chain, root_of
-from llumlet.cache_feed import packed
-from llumlet.credentials import NONE
-from llumlet.errors import LlumletUnreachable
-from llumlet.types import CacheChanges, WatchCacheRequest
+from llumlet.contract.block_hashes import adapter_mask, chain, root_of
+from llumlet.contract.cache_feed import packed
+from llumlet.contract.errors import LlumletUnreachable
+from llumlet.contract.types import CacheChanges, WatchCacheRequest
+from llumlet.process.credentials import NONE
 from llumsched.cluster.instance import Instance
 from llumsched.prefix import watches as watching
 from llumsched.prefix.hits import PrefixHits, names_in

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llumlet.types import InstanceMetadata, InstanceStatus, RequestInfo
+from llumlet.contract.types import InstanceMetadata, InstanceStatus, RequestInfo
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import Provider
 from llumsched.cluster.providers.in_flight import InFlight

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from llumlet import setting_sources, settings
+from llumlet.process import setting_sources, settings
+from llumlet.process.setting_sources import Reading
 from llumlet.protocol.selection import Order, Unit
-from llumlet.setting_sources import Reading
 from llumsched.cli import prepare
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.commands import rescheduler

@@ -6,9 +6,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llumlet.contract.types import Mode, RequestInfo
 from llumlet.protocol import selection as llumlet
 from llumlet.protocol.selection import Order, Unit
-from llumlet.types import Mode, RequestInfo
 from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 

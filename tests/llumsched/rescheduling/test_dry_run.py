@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from llumlet.types import Health
+from llumlet.contract.types import Health
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
 from llumsched.policy.document import Mode, load_policy

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from llumlet.contract.types import Reason
 from llumlet.protocol.selection import Order, Unit
-from llumlet.types import Reason
 from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters

@@ -14,10 +14,11 @@ from unittest import mock
 import pytest
 import pytest_asyncio
 
-from llumlet.client import LlumletClient
-from llumlet.errors import LlumletError
-from llumlet.tasks import end
-from llumlet.types import Address, MigrateEvent, MigrateRequest, MoveSummary, Reason
+from llumlet.contract.client import LlumletClient
+from llumlet.contract.errors import LlumletError
+from llumlet.contract.types import MigrateEvent, MigrateRequest, MoveSummary, Reason
+from llumlet.process.addresses import Address
+from llumlet.process.tasks import end
 from llumsched.cluster.view import View
 from llumsched.rescheduling import planner, process
 from llumsched.rescheduling import rescheduler as rescheduling

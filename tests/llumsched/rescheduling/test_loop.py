@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from llumlet.types import Reason
+from llumlet.contract.types import Reason
 from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling.config import Config

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.contract.types import Health, InstanceStatus, Mode
 from llumlet.protocol.selection import ALL, Order, Unit
-from llumlet.types import Health, InstanceStatus, Mode
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import InFlight

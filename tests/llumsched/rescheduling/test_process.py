@@ -15,9 +15,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from llumlet.block_hashes import chain, root_of
-from llumlet.server import serve as serve_llumlet
-from llumlet.types import CacheChanges
+from llumlet.contract.block_hashes import chain, root_of
+from llumlet.contract.server import serve as serve_llumlet
+from llumlet.contract.types import CacheChanges
 from llumsched.rescheduling.process import serve as serve_rescheduler
 from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import FakeAgent, until

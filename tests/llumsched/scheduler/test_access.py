@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from llumlet.secret_files import LOOK_S
-from llumlet.types import Address
+from llumlet.process.addresses import Address
+from llumlet.process.secret_files import LOOK_S
 from llumsched.cli import prepare
 from llumsched.commands import explain
 from llumsched.contract import SchedulingRequest

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from llumlet.process.addresses import Address
+from llumlet.process.redis_url import Login, RedisUrl
+from llumlet.process.tasks import end
 from llumlet.protocol.infer_type import InferType
-from llumlet.redis_url import Login, RedisUrl
-from llumlet.tasks import end
-from llumlet.types import Address
 from llumsched.cli import prepare
 from llumsched.commands import scheduler
 from llumsched.endpoints import Endpoint

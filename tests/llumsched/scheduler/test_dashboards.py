@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.lrs import RealtimeState
 from llumsched.cluster.view import View

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from llumlet.tasks import end
+from llumlet.process.tasks import end
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.dispatch.dispatcher import Dispatcher

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from llumlet.types import StepSample
+from llumlet.contract.types import StepSample
 from llumsched.contract import MAX_BODY_BYTES
 from llumsched.latency.profile import Profile, for_llumnix
 from llumsched.policy.document import Mode, load_policy

@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from llumlet.process.addresses import Address
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import Address
 from llumsched.endpoints import Endpoint
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.backends import StaticEngines

@@ -15,9 +15,9 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from llumlet.contract.types import Health, InstanceMetadata, InstanceStatus
+from llumlet.process.tasks import end
 from llumlet.protocol.selection import Order, Unit
-from llumlet.tasks import end
-from llumlet.types import Health, InstanceMetadata, InstanceStatus
 from llumsched.cluster.view import View
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from llumlet.block_hashes import chain, root_of
-from llumlet.server import serve as serve_llumlet
-from llumlet.types import CacheChanges
+from llumlet.contract.block_hashes import chain, root_of
+from llumlet.contract.server import serve as serve_llumlet
+from llumlet.contract.types import CacheChanges
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import SchedulerConfig, serve
 from tests.llumlet.fake_agent import FakeAgent, until

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestServer
 from rich.text import Text
 from textual.widgets import DataTable, Static
 
-from llumlet.types import Address
+from llumlet.process.addresses import Address
 from llumsched import cli
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.top import rows

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llumlet.tasks import cancel
+from llumlet.process.tasks import cancel
 from llumsched.scaling.config import Bounds
 from llumsched.up import autoscaler
 from llumsched.up.autoscaler import LEAVE_S, AutoscalePlan, Autoscaler

@@ -1,5 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Code generated from `llumlet.proto` by `python -m llumlet.proto.generate`.
-
-Import the messages through `llumlet.types`.
-"""

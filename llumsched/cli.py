@@ -36,9 +36,12 @@ _EPILOG = """exit codes:
 """
 
 
-_CONFIG = "settings in YAML, such as `port: 8001`; flags and variables override them: docs/reference/settings.md"
+_CONFIG = "YAML file with settings, such as `port: 8001`; flags and variables override them: docs/reference/settings.md"
+_HELP: Final = "show the most used settings (--help) or all (--help-all), and exit"
+MOST_IN_HELP: Final = 20
+"""Number of settings above which `--help` of a command shows only the common ones."""
 _SERVERS: Final = ("gateway", "scheduler", "rescheduler")
-"""Commands that are Llumnix's, too: a command line of Llumnix may bring any flag of theirs."""
+"""Commands that Llumnix has too: its command lines may bring any of its flags."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,18 +73,18 @@ def _main(words: Sequence[str]) -> int:
 
 
 class Prepared(NamedTuple):
-    """Arguments of `run` of a command, if there are no faults."""
+    """Arguments of a command's `run`, and the faults that keep it from being called."""
 
     config: Any
     credentials: Credentials
     faults: list[str]
-    """Everything that is wrong with command line, variables and file, a sentence each."""
+    """The faults of command line, variables and file, a sentence each."""
 
 
 def prepare(name: str, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Prepared:
     given, further = _split(words)
     command = load(name)
-    args, unknown = _parser(name, command).parse_known_args(given)
+    args, unknown = _parser(name, command, shows_all="--help-all" in given).parse_known_args(given)
     if name not in WITH_FURTHER:
         unknown += further
     reading = setting_sources.read(
@@ -139,8 +142,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :]
 
 
-def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
-    """A parser with the arguments of one command, and the names of all."""
+def _parser(name: str, command: Command | None, *, shows_all: bool = False) -> argparse.ArgumentParser:
+    """A parser with the arguments of one command, and the names of all. `shows_all`: help lists every setting."""
     parser = argparse.ArgumentParser(
         prog="llumnix",
         description="Serve language models on several engines, look at these, and move their running requests.",
@@ -152,12 +155,16 @@ def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for each, text in COMMANDS.items():
         sub = commands.add_parser(
-            each, help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+            each, help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False
         )
+        sub.add_argument("-h", "--help", "--help-all", action="help", help=_HELP)
         if command is not None and each == name:
             sub.description = command.DESCRIPTION
             sub.add_argument("--config", default="", metavar="FILE", help=_CONFIG)
-            settings.add_arguments(sub, (*command.SETTINGS, CredentialFiles))
+            classes = (*command.SETTINGS, CredentialFiles)
+            only_common = not shows_all and len(settings.all_entries(classes)) > MOST_IN_HELP
+            if num_hidden := settings.add_arguments(sub, classes, only_common=only_common):
+                sub.epilog = f"{num_hidden} more settings: llumnix {name} --help-all"
     return parser
 
 

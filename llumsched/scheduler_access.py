@@ -42,12 +42,15 @@ IN_CLEAR: Final = Access()
 @dataclass(frozen=True, slots=True)
 class AccessSettings:
     token_file: str = Group("").setting(
-        "", kinds.file(read_word), "a token that the scheduler accepts of readers", flag="--service-token-file"
+        "",
+        kinds.file(read_word),
+        "file with a token that the scheduler accepts from readers",
+        flag="--service-token-file",
     )
     ca_file: str = Group("").setting(
         "",
         kinds.file(checked_ca_file),
-        "authorities of the scheduler's certificate (PEM): it is asked over https",
+        "certificates of authorities trusted for the scheduler (PEM), which is then asked over https; empty uses http",
         flag="--scheduler-ca-file",
     )
 

@@ -10,6 +10,7 @@ import pytest
 from llumlet.process.credential_files import CredentialFiles
 from llumlet.process.setting_sources import SHARED_VARIABLES
 from llumlet.process.settings import Entry, all_entries, shown_default
+from llumsched.cli import MOST_IN_HELP
 from llumsched.commands import COMMANDS, load
 from tests.support.settings import ROOT, document
 from vllm_llumnix.config import LlumletConfig, Switch
@@ -41,6 +42,13 @@ def test_no_two_have_one_name(program: str) -> None:
 def test_what_has_a_variable_of_its_own_shares_it() -> None:
     named = {entry.setting.variable for classes in PROGRAMS.values() for entry in all_entries(classes)}
     assert named - {"", None} == SHARED_VARIABLES - {"LLUMNIX_LLUMLET", "LLUMNIX_FAULTS"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_shows_at_most_ten_settings_of_a_large_program(program: str) -> None:
+    found = all_entries(PROGRAMS[program])
+    if len(found) > MOST_IN_HELP:
+        assert 5 < sum(entry.setting.common for entry in found) <= 10
 
 
 @pytest.mark.parametrize("entry", WITH_DEFAULT)

@@ -77,37 +77,39 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     checked = _add(commands, "doctor", "check everything that --enable-llumlet needs", _doctor)
     _adapting(checked)
-    checked.add_argument("--model", metavar="DIR", help="say how this model's requests would move")
-    checked.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of `vllm serve`, for the model")
+    checked.add_argument("--model", metavar="DIR", help="directory of a model whose moves are checked")
+    checked.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of `vllm serve` for the model")
     patch = commands.add_parser("patch", help="the patch series", description="The patch series against vLLM.")
     verbs = patch.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _adapting(_add(verbs, "check", "compare the installed vLLM with its series and contract", _check, on_vllm=True))
     show = _add(verbs, "show", "list the patches, or print one", _show)
     show.add_argument("name", nargs="?", metavar="PATCH", help="name of a patch, or its number")
-    show.add_argument("--for", dest="version", metavar="VERSION", help="version of vLLM; default: the installed one")
+    show.add_argument("--for", dest="version", metavar="VERSION", help="version of vLLM (default: the installed one)")
     _add(verbs, "apply", "patch vLLM's files on disk", _apply, on_vllm=True)
     _add(verbs, "revert", "restore vLLM's files on disk", _revert, on_vllm=True)
     export = _add(verbs, "export", "write patched copies of vLLM's files, and one diff", _export, on_vllm=True)
     export.add_argument("target", type=Path, metavar="DIR", help="directory to write to")
     signed = _add(verbs, "contract", "list the functions that differ from the contract", _contract, on_vllm=True)
-    signed.add_argument("--write", action="store_true", help="take them, as they are, into the contract of the series")
-    seams = _add(verbs, "seams", "list what is wrapped or set in vLLM at run time, and whether it is there", _seams)
-    seams.add_argument("release", type=Path, nargs="?", metavar="WHEEL", help="default: the installed vLLM")
+    signed.add_argument("--write", action="store_true", help="write the present functions into the contract")
+    seams = _add(verbs, "seams", "list the attributes of vLLM that are wrapped or set at run time", _seams)
+    seams.add_argument(
+        "release", type=Path, nargs="?", metavar="WHEEL", help="wheel of vLLM (default: the installed vLLM)"
+    )
     again = _add(verbs, "rebase", "write the series again, for another release of vLLM", _rebase)
     again.add_argument("release", type=Path, metavar="WHEEL", help="a wheel of vLLM, or a directory that holds `vllm`")
-    again.add_argument("--series", type=Path, metavar="DIR", help="the series to start from; default: the newest")
-    again.add_argument("--into", type=Path, metavar="DIR", help="where to write; default: beside the others")
+    again.add_argument("--series", type=Path, metavar="DIR", help="series to start from (default: the newest)")
+    again.add_argument("--into", type=Path, metavar="DIR", help="directory to write to (default: beside the others)")
     again.add_argument(
         "--before",
         type=Path,
         metavar="WHEEL",
-        help="the vLLM of that series; default: the installed one, if it fits",
+        help="wheel of the vLLM of that series (default: the installed one, if it fits)",
     )
     return parser
 
 
 def _adapting(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapt", action="store_true", help="as an instance started with --llumlet-adapt")
+    parser.add_argument("--adapt", action="store_true", help="check as for instances started with --llumlet-adapt")
 
 
 def _add(
@@ -117,10 +119,10 @@ def _add(
         name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     if on_vllm:
         parser.add_argument(
-            "--vllm", type=Path, metavar="DIR", help="directory of the package `vllm`; default: that of this Python"
+            "--vllm", type=Path, metavar="DIR", help="directory of the package `vllm` (default: the installed one)"
         )
     return parser
 

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ACCEPTABLE = ("vllm", "device", "attention", "parallel")
-"""Facts of engines that may differ, by their names in `engine.facts`."""
+"""Names of the facts in `engine.facts` that may differ between engines."""
 INSTANCE_TYPES = tuple(map(str, InferType))
 TRANSPORTS = ("auto", "local", "tcp", "mooncake", "nixl")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 END_SECONDS = 5
-"""What several API servers and their engine have for their end after a drain, before their parent kills them."""
+"""Time for several API servers and their engine to end after a drain, before their parent kills them."""
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _RATE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
@@ -69,7 +69,10 @@ def _instance_id(text: str) -> str:
 
 
 _LIMIT: Final = Kind(parse_limit, "RATE|SHARE")
-_llumlet = Group("llumlet", "Live migration of running requests to other instances (vllm-llumnix).", "--llumlet-")
+_llumlet = Group(
+    "llumlet", "Live migration of running requests to other instances (vllm-llumnix).", "--llumlet-", common=True
+)
+_more = Group("llumlet-more", "Limits, transports and special cases of live migration.", "--llumlet-")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Switch:
     enable_llumlet: bool = _llumlet.setting(
         False,
         MARK,
-        "Run a llumlet in the engine process: running requests can be moved to and from other instances.",
+        "Run a llumlet in the engine process, so that running requests can move to and from other instances.",
         flag="--enable-llumlet",
         variable=None,
     )
@@ -85,7 +88,7 @@ class Switch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LlumletConfig(CredentialFiles):
-    """What one instance's llumlet was told. Seconds, bytes per second and milliseconds as the names say."""
+    """The configuration of one llumlet."""
 
     host: str = _llumlet.setting(
         "127.0.0.1",
@@ -102,17 +105,19 @@ class LlumletConfig(CredentialFiles):
         "Name of this instance, unique in the cluster. Default: host name and a random suffix.",
     )
     instance_type: str = _llumlet.setting(
-        "neutral", kinds.one_of(INSTANCE_TYPES), "What the scheduler uses this instance for."
+        "neutral",
+        kinds.one_of(INSTANCE_TYPES),
+        "Kind of requests that the scheduler sends to this instance; neutral takes prefill and decode.",
     )
     transport: str = _llumlet.setting(
         "auto",
         kinds.one_of(TRANSPORTS),
-        "How KV blocks travel. 'local' reads the peer's memory on the same host, 'tcp' connects to where the peer's "
+        "Transport of KV blocks. 'local' reads the peer's memory on the same host, 'tcp' connects to where the peer's "
         "workers serve it, 'mooncake' uses the Mooncake transfer engine, 'nixl' uses NIXL; 'auto' picks the first of "
         "local, nixl (with --llumlet-nixl-devices), mooncake (with --llumlet-mooncake-interface or "
         "--llumlet-insecure) and tcp that works between two instances.",
     )
-    accept: tuple[str, ...] = _llumlet.setting(
+    accept: tuple[str, ...] = _more.setting(
         (),
         kinds.several(kinds.one_of(ACCEPTABLE), "|".join(ACCEPTABLE) + ",..."),
         "Differences to tolerate between engines that exchange requests: the release of vLLM, the kind of GPU or CPU, "
@@ -120,73 +125,75 @@ class LlumletConfig(CredentialFiles):
         "that a moved request may go on with other tokens than it would have had unmoved. Use the same value on every "
         "engine. Empty tolerates none.",
     )
-    nixl_devices: str = _llumlet.setting(
+    nixl_devices: str = _more.setting(
         "",
         kinds.text("NAME,..."),
-        "Network devices that NIXL may use, in the words of UCX_NET_DEVICES, such as mlx5_0:1 or eth1, or all. Nobody "
-        "but the instances may reach them: NIXL authenticates nobody, and lets others read and write all memory of the "
-        "process that it runs in.",
+        "Network devices that NIXL may use, as in UCX_NET_DEVICES, such as mlx5_0:1 or eth1, or all. Isolate them: "
+        "NIXL does not authenticate, and whoever reaches it can read and write all memory of its process.",
     )
-    mooncake_protocol: str = _llumlet.setting("tcp", kinds.one_of(MOONCAKE_PROTOCOLS), "What Mooncake runs over.")
-    mooncake_devices: str = _llumlet.setting(
-        "", kinds.text("NAME,..."), "RDMA devices that Mooncake may use, such as mlx5_0. Default: all."
+    mooncake_protocol: str = _more.setting("tcp", kinds.one_of(MOONCAKE_PROTOCOLS), "Network protocol of Mooncake.")
+    mooncake_devices: str = _more.setting(
+        "", kinds.text("NAME,..."), "RDMA devices that Mooncake may use, such as mlx5_0. Empty: all."
     )
-    mooncake_gpu_direct: bool = _llumlet.setting(
+    mooncake_gpu_direct: bool = _more.setting(
         True, MARK, "Let RDMA devices read and write buffers on the GPU, where they can, instead of in main memory."
     )
-    mooncake_interface: str = _llumlet.setting(
+    mooncake_interface: str = _more.setting(
         "",
         kinds.text("NAME"),
-        "Network interface, isolated from everybody but the instances, under whose address Mooncake is reached: it "
-        "authenticates nobody. Its ports listen at all addresses all the same; keep others from them.",
+        "Network interface under whose address Mooncake is reached. Isolate it: Mooncake does not authenticate, and "
+        "its ports listen on all addresses.",
     )
-    max_migrations_in: int = _llumlet.setting(
-        4, kinds.integer(at_least=0), "How many requests may be on their way into this instance at once."
+    max_migrations_in: int = _more.setting(
+        4, kinds.integer(at_least=0), "Largest number of requests that move in at once; 0 refuses all."
     )
-    max_migrations_out: int = _llumlet.setting(
-        4, kinds.integer(at_least=0), "How many requests may be on their way out of this instance at once."
+    max_migrations_out: int = _more.setting(
+        4, kinds.integer(at_least=0), "Largest number of requests that move out at once; 0 refuses all."
     )
-    max_migration_tokens_in: int | None = _llumlet.setting(
+    max_migration_tokens_in: int | None = _more.setting(
         None,
         kinds.integer(at_least=1),
-        "How many tokens the requests on their way into this instance may have together. A longer request goes alone. "
-        "Default: no limit.",
+        "Largest sum of tokens of the requests that move in at once; a longer one moves alone. Default: no limit.",
     )
-    max_migration_tokens_out: int | None = _llumlet.setting(
-        None, kinds.integer(at_least=1), "The same for requests on their way out of this instance."
+    max_migration_tokens_out: int | None = _more.setting(
+        None,
+        kinds.integer(at_least=1),
+        "Largest sum of tokens of the requests that move out at once; a longer one moves alone. Default: no limit.",
     )
-    max_migration_kv_ratio_in: float = _llumlet.setting(
+    max_migration_kv_ratio_in: float = _more.setting(
         0.25,
         kinds.number("SHARE", above=0, at_most=1),
-        "The limit of tokens on their way in as a share of this instance's KV cache: so much of it can moves keep from "
-        "the instance's own requests, or one longer request that goes alone.",
+        "Largest share of the KV cache for the requests that move in at once; a larger one moves alone.",
     )
-    max_migration_kv_ratio_out: float = _llumlet.setting(
-        0.25, kinds.number("SHARE", above=0, at_most=1), "The same for requests on their way out of this instance."
+    max_migration_kv_ratio_out: float = _more.setting(
+        0.25,
+        kinds.number("SHARE", above=0, at_most=1),
+        "Largest share of the KV cache for the requests that move out at once; a larger one moves alone.",
     )
-    lease_seconds: float = _llumlet.setting(
+    lease_seconds: float = _more.setting(
         30.0,
         kinds.seconds(at_least=1),
-        "How long blocks stay reserved, or pinned, for a peer that has fallen silent; no single copy may take longer.",
+        "Seconds for which blocks stay reserved or pinned for a silent peer. No single copy may take longer.",
     )
-    stall_budget_ms: float = _llumlet.setting(
+    stall_budget_ms: float = _more.setting(
         200.0,
         kinds.number("MS", above=0),
-        "A move is given up when its last copy would hold the stream up for longer than this.",
+        "Give up a move whose last copy would stall the stream for longer than this many milliseconds.",
     )
-    bandwidth_limit: Limit = _llumlet.setting(
+    bandwidth_limit: Limit = _more.setting(
         UNLIMITED,
         _LIMIT,
-        "Upper bound of what this instance pulls from peers on other hosts: bytes per second, such as 2G, or a share "
-        "of what the link gives, such as 20%. Default: unlimited.",
+        "Limit of reads from other hosts, in bytes per second (2G) or as a share of the link (20%). Default: no limit.",
     )
-    bandwidth_limit_local: Limit = _llumlet.setting(
-        UNLIMITED, _LIMIT, "The same for peers on this host, whose link is the memory."
+    bandwidth_limit_local: Limit = _more.setting(
+        UNLIMITED,
+        _LIMIT,
+        "Limit of reads from this host's memory, in bytes per second (2G) or as a share (20%). Default: no limit.",
     )
-    exact: bool = _llumlet.setting(
+    exact: bool = _more.setting(
         False, MARK, "Copy every KV block, also those that this instance's prefix cache already holds: bit-exact moves."
     )
-    bypass: bool = _llumlet.setting(
+    bypass: bool = _more.setting(
         False,
         MARK,
         "Run workers in processes of their own even if there is only one (--distributed-executor-backend mp): requests "
@@ -195,71 +202,71 @@ class LlumletConfig(CredentialFiles):
     cms: str = _llumlet.setting(
         "",
         kinds.text("HOST:PORT|redis://..."),
-        "Cluster metadata stores, separated by commas: schedulers, or a Redis, which may be one behind Sentinels "
-        "(redis+sentinel://HOST:PORT,HOST:PORT/SERVICE). They are told of this instance, and of its load whenever that "
-        "changes.",
+        "Cluster metadata stores that this instance reports its load to, separated by commas: schedulers (HOST:PORT), "
+        "or a Redis, also behind Sentinels (redis+sentinel://HOST:PORT,HOST:PORT/SERVICE). Empty reports to none.",
     )
     peers: tuple[str, ...] = _llumlet.setting(
         (),
         kinds.several(Kind(lambda text: str(Address.parse(text))), "HOST:PORT,..."),
-        "Llumlets of other instances of the same model: when an engine is lost, its requests go on there from what "
-        "their clients have received.",
+        "Llumlets of other instances of the same model. If this engine is lost, its requests continue there from the "
+        "last token that their clients received.",
     )
     drain_seconds: float = _llumlet.setting(
         25.0,
         kinds.seconds(),
-        "On SIGTERM, with --llumlet-peers or --llumlet-cms: how long streams may go on while requests move to the "
-        "peers. The default fits the 30 seconds that Kubernetes gives; raise both for longer streams. 0: end at once.",
+        "Longest time for streams to end after SIGTERM, in seconds, while requests move to the peers. Applies with "
+        "--llumlet-peers or --llumlet-cms. The default fits the 30 seconds that Kubernetes gives; raise both for "
+        "longer streams. 0 ends at once.",
     )
-    utility_seconds: float = _llumlet.setting(
+    utility_seconds: float = _more.setting(
         300.0,
         kinds.seconds(at_least=1),
-        "How long the engine's loop may be busy with one call, such as loading an adapter, writing a profile or new "
-        "weights, or with one step in which a kernel is compiled, before it counts as hung and its streams go on "
-        "elsewhere. It gets no new requests meanwhile.",
+        "Longest time that the engine's loop may spend, in seconds, on one call, such as loading an adapter, writing "
+        "a profile or new weights, or on one step in which a kernel is compiled. After that it counts as hung and its "
+        "streams continue elsewhere. It gets no new requests meanwhile.",
     )
-    priority_ageing_seconds: float = _llumlet.setting(
+    priority_ageing_seconds: float = _more.setting(
         60.0,
         kinds.seconds(),
-        "With --scheduling-policy priority: how long a request waits at most behind others that came later. From then "
-        "on it counts as one of the most urgent of those that wait. 0: for ever.",
+        "Longest time, in seconds, that a request waits behind later ones under --scheduling-policy priority. "
+        "Afterwards it counts as one of the most urgent. 0 sets no limit.",
     )
-    ask_before_preemption: bool = _llumlet.setting(
+    ask_before_preemption: bool = _more.setting(
         False,
         MARK,
-        "Where blocks are lacking, wait a tenth of a second for the rescheduler to move a request before one is "
-        "preempted. For clusters that run the policy neutral_preemption.",
+        "Before a request is preempted, wait up to 0.1 seconds for the rescheduler to move one. For clusters that run "
+        "the rescheduling policy neutral_preemption.",
     )
     insecure: bool = _llumlet.setting(
-        False, MARK, "Allow an address other than loopback although nothing is authenticated or encrypted."
+        False, MARK, "Allow an address other than loopback without authentication and encryption."
     )
-    adapt: bool = _llumlet.setting(
+    adapt: bool = _more.setting(
         False,
         MARK,
-        "Run with a vLLM that differs from the release that the patches are made for, if they go into its files word "
-        "for word and the functions that the llumlet relies on are the same. On the command line only: it is needed "
-        "before a configuration file is read. Peers must have the same files.",
+        "Run with a vLLM that differs from the release that the patches were made for, if they apply to its files "
+        "exactly and the functions that the llumlet relies on are the same. Give this on the command line: it is "
+        "needed before a configuration file is read. Peers must have the same files.",
         variable=None,
     )
 
     unit: str = ""
-    """Names the data-parallel group, which several commands on several hosts can start. Unique in the cluster."""
+    """The name of the data-parallel group, unique in the cluster. Several commands on several hosts can start one."""
     api_server_port: int = 0
     served_models: tuple[str, ...] = ()
-    """Names of the model at the API server, if it has others than the model's own."""
+    """The model's names at the API server, if they differ from its own."""
     num_ranks: int = 1
-    """Data-parallel. An engine whose model has no experts does not know: vLLM tells it that it is alone."""
+    """The number of data-parallel ranks. vLLM does not tell it to engines of models without experts."""
 
     def credentials(self) -> Credentials:
-        """Read anew by each process: the contents are not handed down. Raises CredentialsError."""
+        """Reads the credentials; each process does so itself. Raises CredentialsError."""
         return Credentials.load(self)
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Transports to be used, in order of preference.
+        """The transports to use, in order of preference.
 
-        Mooncake and NIXL let everybody who reaches their ports read what is on its way, and NIXL more: `auto` takes
-        either only on a network that somebody has said to be isolated, and NIXL only on devices that were named.
+        Mooncake and NIXL do not authenticate: `auto` takes Mooncake only on an isolated network and NIXL only on
+        devices that were named.
         """
         if self.transport != "auto":
             return (self.transport,)
@@ -299,17 +306,17 @@ class LlumletConfig(CredentialFiles):
 
     @property
     def authenticated(self) -> bool:
-        """Whether every connection is encrypted and both of its ends are known."""
+        """True if every connection is encrypted and both ends are authenticated."""
         return bool(self.tls_cert and self.token_file)
 
     @property
     def reaches(self) -> Reach:
-        """What addresses in messages are worth: see `Reach`."""
+        """The addresses in messages that may be connected to."""
         return Reach(anywhere=self.authenticated or self.insecure, keys=bool(self.token_file))
 
     @property
     def own_ids(self) -> tuple[str, ...]:
-        """Ids of our ranks, each of which is an instance."""
+        """The instance ids of our data-parallel ranks."""
         return tuple(self.for_rank(rank).instance_id for rank in range(self.num_ranks))
 
     def to_json(self) -> str:
@@ -320,7 +327,7 @@ class LlumletConfig(CredentialFiles):
         return msgspec.json.decode(text, type=cls)
 
     def for_rank(self, rank: int) -> LlumletConfig:
-        """Data-parallel ranks are instances of their own: `port` + rank (unless free), id with a suffix."""
+        """The configuration of a data-parallel rank: `port` + rank, unless it is free, and an id with a suffix."""
         if self.num_ranks == 1:
             return self
         port = self.port + rank if self.port else 0
@@ -328,9 +335,8 @@ class LlumletConfig(CredentialFiles):
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """The `llumlet` group of `vllm serve --help=llumlet`."""
-    group = parser.add_argument_group(_llumlet.title, _llumlet.description)
-    settings.add_arguments(parser, (Switch, LlumletConfig), into=group)
+    """Adds the groups of `vllm serve --help=llumlet`, `--help=llumlet-more` and `--help=credentials`."""
+    settings.add_arguments(parser, (Switch, LlumletConfig))
 
 
 def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LlumletConfig | None:
@@ -373,8 +379,7 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
 
 
 def _num_api_servers(args: argparse.Namespace) -> int:
-    """API servers that vLLM will start: one for each local rank, unless somebody else balances the load between
-    these."""
+    """The number of API servers that vLLM will start: one per local rank, unless an external balancer is used."""
     if (count := getattr(args, "api_server_count", None)) is not None:
         return int(count)
     alone = ("data_parallel_external_lb", "data_parallel_multi_port_external_lb")
@@ -385,9 +390,9 @@ def _num_api_servers(args: argparse.Namespace) -> int:
 
 
 def drain_limit(vllm_config: VllmConfig) -> float | None:
-    """How long a drain may take at most, in seconds; None: as long as it is asked to.
+    """The longest time of a drain, in seconds; None sets no limit.
 
-    The parent of several API servers ends what is left when `--shutdown-timeout` is over.
+    The parent of several API servers ends the rest when `--shutdown-timeout` is over.
     """
     if vllm_config.parallel_config._api_process_count == 1:
         return None
@@ -395,7 +400,7 @@ def drain_limit(vllm_config: VllmConfig) -> float | None:
 
 
 def _unit_of(args: argparse.Namespace, instance_id: str) -> str:
-    """A group on several hosts has one coordinator; a group on one host has its name to itself."""
+    """The name of the data-parallel group: its coordinator's address, or on one host the instance's id."""
     num_ranks, num_here = getattr(args, "data_parallel_size", 1), getattr(args, "data_parallel_size_local", None)
     address = getattr(args, "data_parallel_address", None)
     spread = getattr(args, "data_parallel_rank", None) is not None or num_here not in (None, num_ranks)
@@ -421,9 +426,8 @@ def _executor_faults(config: LlumletConfig, args: argparse.Namespace) -> Iterato
 
 
 def _cms_faults(config: LlumletConfig) -> list[str]:
-    """Faults of where reports go. A report goes out unasked, request ids in it: to this host, or to one that proves to
-    be the one that is meant. A Sentinel of this host may name a server elsewhere: it is of this host's operator, as a
-    proxy would be."""
+    """Faults of the stores that reports go to. A report contains request ids, so it goes to this host only, or to an
+    authenticated one. A Sentinel of this host may name a server elsewhere: it belongs to this host's operator."""
     if not config.cms:
         return []
     if problems := cms_faults(config.cms):
@@ -440,6 +444,6 @@ def _cms_faults(config: LlumletConfig) -> list[str]:
 
 
 def current() -> LlumletConfig | None:
-    """The configuration this process inherited; None when the llumlet is off."""
+    """The configuration that this process inherited; None if the llumlet is off."""
     text = os.environ.get(CONFIG_VARIABLE)
     return LlumletConfig.from_json(text) if text else None

@@ -16,7 +16,7 @@ from llumlet.process.tokens import MIN_TOKEN_CHARACTERS
 
 _PATH: Final = Kind(os.path.abspath, "FILE")
 _TLS: Final = ("tls_cert", "tls_key", "tls_ca")
-_credentials = Group("credentials", "As the instances have them; the token may be an operator's.", "--llumlet-")
+_credentials = Group("credentials", "Files by which instances and their callers know each other.", "--llumlet-")
 
 
 class CredentialsError(Faulty):
@@ -30,20 +30,20 @@ class CredentialFiles:
     tls_cert: str = _credentials.setting(
         "",
         _PATH,
-        "This side's certificate (PEM). It must name the address under which others reach it.",
+        "certificate of this process (PEM), valid for the address under which others reach it; empty disables TLS",
         variable="LLUMNIX_TLS_CERT",
     )
     tls_key: str = _credentials.setting(
-        "", _PATH, "The certificate's private key (PEM), not readable for everybody.", variable="LLUMNIX_TLS_KEY"
+        "", _PATH, "private key of --llumlet-tls-cert (PEM), not readable by others", variable="LLUMNIX_TLS_KEY"
     )
     tls_ca: str = _credentials.setting(
-        "", _PATH, "Certificates of the authority whose certificates are accepted (PEM).", variable="LLUMNIX_TLS_CA"
+        "", _PATH, "certificates of the authorities whose certificates are accepted (PEM)", variable="LLUMNIX_TLS_CA"
     )
     token_file: str = _credentials.setting(
         "",
         _PATH,
-        "A file, not readable for everybody, with the token that all instances and their callers share, "
-        f"at least {MIN_TOKEN_CHARACTERS} characters, or with the tokens of each role, as JSON.",
+        f"file with the token that all instances and their callers share (at least {MIN_TOKEN_CHARACTERS} "
+        "characters), or JSON with the tokens of each role; not readable by others",
         variable="LLUMNIX_TOKEN_FILE",
     )
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings as data: a frozen dataclass says what can be set, and everything else follows from it.
+"""Settings as data: a frozen dataclass declares the settings, and everything else follows from it.
 
-    _listening = Group("listening")
+    _listening = Group("listening", unit="")
 
     @dataclass(frozen=True, slots=True)
     class Config:
-        host: str = _listening.setting("127.0.0.1", text("HOST"), "address to listen at")
-        client_timeout_s: float = _listening.setting(60.0, seconds(above=0), "for a request", flag="--client-timeout")
+        host: str = _listening.setting("127.0.0.1", text("HOST"), "address to listen on", common=True)
+        client_timeout_s: float = _listening.setting(60.0, seconds(above=0), "longest time for a request, in seconds")
 
-A setting is said by a flag (`--client-timeout`), by a variable (`LLUMNIX_GATEWAY_CLIENT_TIMEOUT`), or in the file of
-`--config` (`client-timeout: 3m`); the first of these that says it counts, and else the default. A flag that fields of
-several classes have is one argument; each field has its own default. `add_arguments` builds the command line,
-`setting_sources.read` reads all three and finds everything that is wrong at once. Other fields are not read: their
-owner sets them.
+A value comes from a flag (`--client-timeout`), else a variable (`LLUMNIX_GATEWAY_CLIENT_TIMEOUT`), else the file of
+`--config` (`client-timeout: 3m`), else the default. Fields of several classes may share a flag; each has its own
+default. `add_arguments` builds the command line; `setting_sources.read` reads all sources and reports all faults at
+once. Fields without `setting` are set by their owner. `--help` of a program with many settings shows only the `common`
+ones.
 
 Standard library only, as parsers are built early.
 """
@@ -34,8 +34,8 @@ _METADATA: Final = "settings"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a flag means. `variable` stands in place of `LLUMNIX_<PROGRAM>_<FLAG>`, and None is no variable. `mode` is
-    the only one in which it is of any use. A `flag` without dashes is a positional argument."""
+    """The meaning of a flag. `variable` replaces `LLUMNIX_<PROGRAM>_<FLAG>`; None is no variable. A setting with a
+    `mode` has no effect in other modes. A `flag` without dashes is a positional argument."""
 
     group: Group
     kind: Kind[Any]
@@ -44,6 +44,8 @@ class Setting:
     aliases: tuple[str, ...] = ()
     variable: str | None = ""
     mode: str = ""
+    common: bool = False
+    """True for the settings that most people need."""
 
     @property
     def name(self) -> str:
@@ -67,13 +69,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Settings that are shown together. Flags are `prefix` and the field's name, whose `_s` is said as `unit`, unless a
-    setting says otherwise."""
+    """Settings that are shown together. By default a flag is `prefix` and the field's name, with `unit` in place of its
+    `_s`."""
 
     title: str
     description: str = ""
     prefix: str = "--"
     unit: str = "-seconds"
+    mode: str = ""
+    common: bool = False
 
     def flag(self, name: str) -> str:
         said = name.removesuffix("_s") + self.unit if name.endswith("_s") else name
@@ -90,16 +94,18 @@ class Group:
         variable: str | None = "",
         mode: str = "",
         secret: bool = False,
+        common: bool = False,
     ) -> D | T:
-        """A field. A `secret` is not in the representation of its object."""
-        return _field(default, {"": Setting(self, kind, help, flag, aliases, variable, mode)}, is_shown=not secret)
+        """A field. A `secret` is left out of the representation of its object."""
+        setting = Setting(self, kind, help, flag, aliases, variable, mode or self.mode, common or self.common)
+        return _field(default, {"": setting}, is_shown=not secret)
 
     def part(self, kind: Kind[Any], help: str, flag: str) -> Setting:
         return Setting(self, kind, help, flag)
 
 
 def field_of(default: D, **parts: Setting) -> D:
-    """A field that is a dataclass, of which these fields are settings: see `Group.part`."""
+    """A field that is a dataclass, with settings for some of its fields: see `Group.part`."""
     return _field(default, parts)
 
 
@@ -111,13 +117,13 @@ def _field(default: D, parts: Mapping[str, Setting], *, is_shown: bool = True) -
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One flag of a class, and where its value goes."""
+    """One flag of a class, and the field or part of a field that takes its value."""
 
     field: str
     part: str
     setting: Setting
     whole: Any
-    """The field's default, of which `part` is one attribute."""
+    """The field's default, which has the attribute `part`."""
 
     @property
     def default(self) -> Any:
@@ -133,7 +139,7 @@ def entries(cls: type) -> Iterator[Entry]:
 
 
 def all_entries(classes: Iterable[type]) -> list[Entry]:
-    """Each flag once, as the first class has it."""
+    """The flags of all classes. A flag of several classes is that of the first."""
     found: dict[str, Entry] = {}
     for cls in classes:
         for entry in entries(cls):
@@ -141,15 +147,16 @@ def all_entries(classes: Iterable[type]) -> list[Entry]:
     return list(found.values())
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, classes: Sequence[type], into: argparse._ActionsContainer | None = None
-) -> None:
-    """Adds an argument for each flag, in groups of their own, or all `into` one. Nothing is read by the parser, and
-    what is not given is not in its namespace."""
+def add_arguments(parser: argparse.ArgumentParser, classes: Sequence[type], *, only_common: bool = False) -> int:
+    """Adds an argument for each flag. The parser converts no value and sets no default. With `only_common`, help leaves
+    the other settings out. Returns the number of those."""
     groups: dict[Group, argparse._ActionsContainer] = {}
+    num_hidden = 0
     for entry in all_entries(classes):
         setting = entry.setting
-        group = into or groups.get(setting.group)
+        is_hidden = only_common and not setting.common
+        num_hidden += is_hidden
+        group = parser if is_hidden else groups.get(setting.group)
         if group is None:
             title, description = setting.group.title, setting.group.description
             group = groups[setting.group] = parser.add_argument_group(title, description or None) if title else parser
@@ -158,9 +165,10 @@ def add_arguments(
             options["metavar"] = setting.kind.metavar
         if setting.kind.repeated and setting.flag.startswith("-"):
             options["action"] = "append"
-        shown = help_of(entry).replace("%", "%%")
+        shown = argparse.SUPPRESS if is_hidden else help_of(entry).replace("%", "%%")
         names = (setting.flag, *setting.aliases) if setting.flag.startswith("-") else (setting.dest,)
         group.add_argument(*names, default=argparse.SUPPRESS, help=shown, **options)
+    return num_hidden
 
 
 def help_of(entry: Entry) -> str:
@@ -171,7 +179,7 @@ def help_of(entry: Entry) -> str:
 
 
 def shown_default(value: object) -> str:
-    """A default as it would be said; empty where there is nothing to say."""
+    """The text that would set the default; empty where nothing can be shown."""
     if value is True:
         return "true"
     if isinstance(value, float):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sub-commands of `llumnix`, one module each. Only the one that is asked for is imported: all of them together take
-longer than most take to do their work."""
+"""The sub-commands of `llumnix`, one module each. Only the requested one is imported, for a quick start."""
 
 from __future__ import annotations
 
@@ -40,11 +39,11 @@ COMMANDS: Final = {
     "doctor": "check what engines need here, and how a model's requests would move",
     "gateway": "serve the OpenAI API in front of all engines",
     "scheduler": "choose an instance for each request",
-    "rescheduler": "move running requests from hot instances to cold ones and away from sick ones",
+    "rescheduler": "move running requests from hot instances to cold ones and away from failed ones",
 }
-"""Names of the modules, and what the list of commands says of them."""
+"""Help texts of the commands, by the names of their modules."""
 WITH_FURTHER: Final = frozenset({"up", "doctor"})
-"""Commands for which words after `--` mean something."""
+"""Commands that take arguments after `--`."""
 
 
 def load(name: str) -> Command:

@@ -15,4 +15,6 @@ OPTIONS: Final = Group("", unit="")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    json: bool = OPTIONS.setting(False, MARK, "one JSON object per line on stdout, nothing else there")
+    json: bool = OPTIONS.setting(
+        False, MARK, "print one JSON object per line on stdout, and nothing else there", common=True
+    )

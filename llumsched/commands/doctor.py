@@ -18,15 +18,18 @@ from llumsched.exit_codes import ExitCode
 
 DESCRIPTION = """Check everything that --enable-llumlet needs, where engines run.
 
-With --model it says how requests of this model will move: vLLM builds it without weights, and plans its KV cache. Flags
-of `vllm serve` go after `--`: llumnix doctor --model DIR -- --kv-cache-dtype fp8. Exit code 1 if --enable-llumlet
-needs something; what it can do without, such as a transport, is "optional". The same as `vllm-llumnix doctor`."""
+--model also shows how requests of this model will move: vLLM builds it without weights and plans its KV cache. Flags of
+`vllm serve` follow after `--`: llumnix doctor --model DIR -- --kv-cache-dtype fp8. The exit code is 1 if something is
+missing that --enable-llumlet needs; a part that it can do without, such as a transport, is marked "optional".
+`vllm-llumnix doctor` does the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    model: str = OPTIONS.setting("", kinds.text("DIR"), "directory or name of the model")
-    adapt: bool = OPTIONS.setting(False, MARK, "as for instances with --llumlet-adapt")
+    model: str = OPTIONS.setting(
+        "", kinds.text("DIR"), "directory or name of a model whose moves are checked; empty checks only this machine"
+    )
+    adapt: bool = OPTIONS.setting(False, MARK, "check as for instances started with --llumlet-adapt")
 
 
 SETTINGS: Final = (Options, Output)

@@ -24,13 +24,12 @@ from llumsched.exit_codes import ExitCode
 
 DESCRIPTION = """Move everything away from an instance and end it, as SIGTERM does.
 
-The instance refuses new requests (HTTP 503), moves what it runs to the destinations, lets what
-cannot move run to its end, and ends its engine when that is empty. A client's connection stays where
-it is: the instance's API server lives until its last stream has ended, at most --timeout seconds.
+The instance refuses new requests (HTTP 503) and moves its requests to the destinations. Requests that cannot move run
+to their end. Its engine ends when it is empty; its API server, which holds the clients' connections, ends after its
+last stream or after --timeout seconds.
 
-The exit code is 0 only if no stream had been cut when the engine ended. The drain goes on if this command is
-interrupted; a SIGTERM to the instance then ends it at once.
-With --json: an object per event, `"event"` is progress, summary or error, the summary last."""
+The exit code is 0 only if no stream was cut. Interrupting this command does not stop the drain; a SIGTERM to the
+instance then ends it at once. --json prints one object per event; "event" is progress, error or, last, summary."""
 
 _GRACE_SECONDS = 15.0
 """Time beyond the instance's own limit after which it is held not to answer."""
@@ -41,17 +40,19 @@ class Options:
     instance: str = OPTIONS.setting(
         "",
         Kind(str, instances.INSTANCE, {"nargs": "?"}),
-        "the instance that is to end, by id or HOST:PORT",
+        "instance to end, by id or by its llumlet's HOST:PORT",
         flag="instance",
     )
-    llumlet: str = OPTIONS.setting("", kinds.text("HOST:PORT"), "the same, by the address of its llumlet")
+    llumlet: str = OPTIONS.setting("", kinds.text("HOST:PORT"), "instance to end, by its llumlet's address")
     to: tuple[str, ...] = OPTIONS.setting(
         (),
         Kind(tuple, "INSTANCE[,INSTANCE…]", repeated=True),
-        "who takes the requests (repeatable), as the instance reaches them (default: its peers)",
+        "destinations of the requests, under addresses that the instance reaches (repeatable; default: its peers)",
     )
     timeout_s: float | None = OPTIONS.setting(
-        None, kinds.seconds(above=0), "how long streams may go on (default: the instance's --llumlet-drain-seconds)"
+        None,
+        kinds.seconds(above=0),
+        "longest time for streams to end, in seconds (default: the instance's --llumlet-drain-seconds)",
     )
 
 

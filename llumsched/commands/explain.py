@@ -28,22 +28,19 @@ from llumsched.scheduler_access import Access, AccessSettings
 
 DESCRIPTION = """Ask a running scheduler where it would send a request now, and why not elsewhere.
 
-Nothing is placed. A reason in brackets was not held against the instance: all others were refused as well, and the
-policy's thresholds were left out. TTFT and TPOT are what the engine itself is expected to need, and how far the model
-of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen. HIT is what its
-prefix cache has of the prompt, if --prompt-token-ids names it and the scheduler knows of prefix caches. SINCE is what
-has been moved on since the instance's last report (--forward-status of the scheduler): as it was told, and as it is
-taken to be now.
+Nothing is placed. A reason in brackets was ignored: every instance was refused, so the policy left its thresholds out.
+TTFT and TPOT are predictions for the engine, with their uncertainty; "?" marks a kind of step that was never seen. HIT
+is the part of the prompt in the prefix cache, if --prompt-token-ids is given and the scheduler follows prefix caches.
+SINCE shows the status as reported and as estimated for now (--forward-status of the scheduler).
 
-  llumnix explain --metric decode_batch_size,num_waiting_requests     with metrics that the policy does not compare
-  llumnix explain --rescheduling                                      which requests its rescheduler would move now,
-                                                                      and why no others: nothing is moved
-  llumnix explain --rescheduling --scheduler HOST:PORT                the same of a `llumnix rescheduler --port PORT`"""
+  llumnix explain --metric decode_batch_size,num_waiting_requests     show further metrics
+  llumnix explain --rescheduling                                      show what its rescheduler would move now, and why
+  llumnix explain --rescheduling --scheduler HOST:PORT                ask a `llumnix rescheduler --port PORT`"""
 
 _MODES: Final = ("neutral", "pd_batch")
 _TIMEOUT_S: Final = 5.0
 _HINT: Final = (
-    "Is it running? Another one is named by --cluster HOST[:PORT] (or LLUMNIX_CLUSTER), or --scheduler HOST:PORT."
+    "Check that it runs, or name another one: --cluster HOST[:PORT] (or LLUMNIX_CLUSTER) or --scheduler HOST:PORT."
 )
 
 
@@ -56,8 +53,8 @@ def _token_ids(path: str) -> list[int]:
 
 
 def _scheduler() -> Address | None:
-    what = "address of its HTTP service (default: that of the cluster)"
-    return OPTIONS.setting(None, Kind(Address.parse, "HOST:PORT"), what)
+    what = "HTTP address of the scheduler or rescheduler to ask (default: the cluster's scheduler)"
+    return OPTIONS.setting(None, Kind(Address.parse, "HOST:PORT"), what, common=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +62,44 @@ class Question:
     """A request that asks for a place."""
 
     scheduler: Address | None = _scheduler()
-    model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; default: any")
-    prompt_num_tokens: int = OPTIONS.setting(0, kinds.integer(at_least=0), "length of its prompt")
+    model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; empty is any", common=True)
+    prompt_num_tokens: int = OPTIONS.setting(
+        0, kinds.integer(at_least=0), "length of the prompt, in tokens", common=True
+    )
     prompt_token_ids: str = OPTIONS.setting(
-        "", kinds.file(_token_ids), "a file with the prompt's token ids, as JSON has a list of numbers"
+        "", kinds.file(_token_ids), "JSON file with the token ids of the prompt, a list of numbers"
     )
     priority: int = OPTIONS.setting(
-        0, kinds.integer(), "its priority, for policies that heed it; lower ones come first"
+        0, kinds.integer(), "priority of the request, for policies that use it; lower numbers come first", common=True
     )
     ttft_slo_ms: float = OPTIONS.setting(
-        0.0, kinds.number("MS", at_least=0), "its objective for the first token; 0: the policy's"
+        0.0,
+        kinds.number("MS", at_least=0),
+        "objective for the time to first token, in milliseconds; 0 uses the policy's",
     )
     tpot_slo_ms: float = OPTIONS.setting(
-        0.0, kinds.number("MS", at_least=0), "its objective for the time between two tokens; 0: the policy's"
+        0.0,
+        kinds.number("MS", at_least=0),
+        "objective for the mean time between two tokens, in milliseconds; 0 uses the policy's",
     )
-    waited_ms: float = OPTIONS.setting(0.0, kinds.number("MS", at_least=0), "how long it has waited already")
-    may_wait: bool = OPTIONS.setting(False, SWITCH, "it would rather wait than miss its objectives")
+    waited_ms: float = OPTIONS.setting(
+        0.0, kinds.number("MS", at_least=0), "time that the request has waited already, in milliseconds"
+    )
+    may_wait: bool = OPTIONS.setting(
+        False, SWITCH, "treat the request as one that would rather wait than miss its objectives"
+    )
     scheduling_mode: str = OPTIONS.setting(
-        "neutral", kinds.one_of(_MODES), "on one instance, or prefill and decode on two"
+        "neutral",
+        kinds.one_of(_MODES),
+        "place the request on one instance (neutral), or prefill and decode on two (pd_batch)",
+        common=True,
     )
     metrics: tuple[str, ...] = OPTIONS.setting(
         (),
         kinds.repeatable(kinds.several(kinds.text("NAME"), "NAME[,NAME…]")),
         "metrics to show beside those that the policy compares (repeatable)",
         flag="--metric",
+        common=True,
     )
 
 
@@ -98,10 +109,16 @@ class DryRun:
 
     scheduler: Address | None = _scheduler()
     rescheduling: bool = OPTIONS.setting(
-        False, MARK, "instead: which requests its rescheduler would move now, and why no others"
+        False,
+        MARK,
+        "show which requests the rescheduler would move now, and why no others, instead of placing a request",
+        common=True,
     )
     policy: str = OPTIONS.setting(
-        "", kinds.text("NAME"), "with --rescheduling: what this policy would move; default: all of them"
+        "",
+        kinds.text("NAME"),
+        "rescheduling policy whose moves --rescheduling shows; empty shows those of all policies",
+        common=True,
     )
 
 

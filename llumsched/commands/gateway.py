@@ -16,10 +16,10 @@ DESCRIPTION = """Serve the OpenAI API in front of all engines.
   llumnix gateway --scheduler-endpoints 127.0.0.1:8002
   llumnix gateway --scheduling-policy round-robin --llm-backend-endpoints 10.0.0.1:8000,10.0.0.2:8000
 
-Every field of a request reaches the engine as it came. A request whose engine fails before its first token goes to
-another one; a stream whose engine disappears goes on at another one from the tokens that its client has, unless the
-client sent `X-Llumnix-Continuation: off`. SIGTERM ends it once its streams have ended; behind a load
-balancer give it time to notice first, with --shutdown-delay."""
+Every field of a request reaches the engine unchanged. If an engine fails before the first token, the request is sent to
+another one. If it disappears later, the stream continues on another engine from the last delivered token, unless the
+client sent `X-Llumnix-Continuation: off`. SIGTERM ends the gateway after its streams; behind a load balancer,
+--shutdown-delay gives the balancer time to notice."""
 SETTINGS: Final = (Config,)
 
 

@@ -47,8 +47,9 @@ class Cluster:
     cluster: Address = OPTIONS.setting(
         Address("127.0.0.1", SCHEDULER_PORT),
         Kind(_scheduler, "HOST[:PORT]"),
-        "the cluster, by its scheduler's host and HTTP port; the CMS is at the next port, unless --cms says another",
+        "host and HTTP port of the cluster's scheduler; the CMS is expected at the next port unless --cms names one",
         variable=CLUSTER_VARIABLE,
+        common=True,
     )
 
 
@@ -57,8 +58,9 @@ class Cms:
     cms: str = OPTIONS.setting(
         "",
         kinds.text("HOST:PORT|redis://…"),
-        "the CMS that knows the instances by their ids: a scheduler's, or a Redis",
+        "CMS that knows the instances by id: a scheduler's, or a Redis",
         variable=CMS_VARIABLE,
+        common=True,
     )
 
 
@@ -67,13 +69,13 @@ class Named:
     instances: tuple[str, ...] = OPTIONS.setting(
         (),
         Kind(tuple, INSTANCE, {"nargs": "*"}, repeated=True),
-        "instances to ask, by id or HOST:PORT (without any, all of the cluster)",
+        "instances to ask, by id or HOST:PORT; without any, all of the cluster",
         flag="instances",
     )
     llumlet: tuple[str, ...] = OPTIONS.setting(
         (),
         Kind(tuple, "HOST:PORT[,HOST:PORT…]", repeated=True),
-        "the llumlets to ask (repeatable); an engine logs its own at start",
+        "addresses of llumlets to ask, which engines log at start (repeatable)",
     )
 
 

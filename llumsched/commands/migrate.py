@@ -26,17 +26,17 @@ from llumsched.fan_out import ask_all
 from llumsched.move_display import JsonDisplay, MoveDisplay, TextDisplay
 from llumsched.request_ids import find
 
-DESCRIPTION = """Move running requests, with their KV cache if it can be carried, from one instance to another.
+DESCRIPTION = """Move running requests, with their KV cache if it can be moved, from one instance to another.
 
-Say which: --request ID (repeatable), or --all, or a rule:
+Choose them by --request ID (repeatable), by --all, or by a rule:
   --rule NUM_REQ --order SR --value 2       the two shortest running requests
   --rule TOKEN --order LR --value 8000      the longest ones, 8,000 tokens of them
   --rule RATIO --order FCWSR --value 0.1    a tenth of the KV cache, waiting requests first
 Orders: LCR, FCR last/first come, running; LR, SR longest/shortest running; FCW first come, waiting;
-FCWSR first waiting, then the shortest running; LP lowest priority (largest number), then longest, running.
+FCWSR first waiting, then shortest running; LP lowest priority (largest number), then longest, running.
 
-A request that does not move goes on where it was. The moves go on if this command is interrupted.
-With --json: an object per event, `"event"` is progress, summary or error, the summary last."""
+A request that cannot move continues on the source. Interrupting this command does not stop the moves.
+--json prints one object per event; "event" is progress, error or, at the end, summary."""
 
 _METHODS: Final = {
     "auto": Mode.MODE_UNSPECIFIED,
@@ -51,25 +51,29 @@ _how = Group("how", unit="")
 @dataclass(frozen=True, slots=True)
 class Options:
     source: str = OPTIONS.setting(
-        "", kinds.text("INSTANCE"), "the source: its llumlet's HOST:PORT, or its id", flag="--from"
+        "", kinds.text("INSTANCE"), "source instance, by id or by its llumlet's HOST:PORT", flag="--from"
     )
     destination: str = OPTIONS.setting(
         "",
         kinds.text("INSTANCE"),
-        "the destination, likewise; the source must reach it under this address, too",
+        "destination instance, by id or by its llumlet's HOST:PORT; the source must reach it under the same address",
         flag="--to",
     )
     method: str = _how.setting(
         "auto",
         kinds.one_of(_METHODS),
-        "live: copy while it decodes; blocking: stop, copy, go on; recompute: no copy; auto: live, and what cannot "
-        "bring its KV cache goes without a copy",
+        "live copies while the request decodes; blocking stops it, copies and resumes it; recompute copies nothing; "
+        "auto is live, or recompute for a request whose KV cache cannot be moved",
     )
     force: bool = _how.setting(False, MARK, "move even if the stall exceeds its budget")
     stall_budget_ms: float | None = _how.setting(
-        None, kinds.number("MS", at_least=0), "instead of the source's own --llumlet-stall-budget-ms"
+        None,
+        kinds.number("MS", at_least=0),
+        "longest stall of a stream, in milliseconds (default: the source's --llumlet-stall-budget-ms)",
     )
-    timeout_s: float = _how.setting(600.0, kinds.seconds(above=0), "how long to watch; the moves go on afterwards")
+    timeout_s: float = _how.setting(
+        600.0, kinds.seconds(above=0), "time to watch the moves, in seconds; they continue afterwards"
+    )
 
 
 SETTINGS: Final = (Options, instances.Cluster, instances.Cms, selection.Selection, Output)

@@ -31,12 +31,12 @@ from llumsched.scheduler.backends import API_KEY_VARIABLE
 
 DESCRIPTION = f"""Measure how long the steps of an engine take, and write it to a file.
 
-  llumnix profile --llumlet 127.0.0.1:7000 --output qwen.json     of an instance: the engine tells of its own steps
-  llumnix profile --endpoint http://127.0.0.1:8000                of any vLLM: what a client sees of lone requests
+  llumnix profile --llumlet 127.0.0.1:7000 --output qwen.json     an instance, whose engine reports its own steps
+  llumnix profile --endpoint http://127.0.0.1:8000                any vLLM, timed by single requests
 
-Prompts of all lengths and batches that decode are sent to the engine, for some minutes; it should have nothing else to
-do. `llumnix scheduler --step-profiles FILE` then predicts latencies from the first request on; without, it learns the
-same within seconds. The key of an engine that wants one: {API_KEY_VARIABLE} in the environment."""
+Sends prompts of all lengths and decoding batches to the engine for some minutes; the engine should be idle otherwise.
+`llumnix scheduler --step-profiles FILE` then predicts latencies from its first request on, which it otherwise learns
+within seconds. The engine's --api-key is read from the variable {API_KEY_VARIABLE}."""
 
 _ANSWER_S: Final = 10.0
 _WITHOUT_LLUMLET: Final = 16_384
@@ -46,18 +46,20 @@ _WITHOUT_LLUMLET: Final = 16_384
 @dataclass(frozen=True, slots=True)
 class Options:
     llumlet: Address | None = OPTIONS.setting(
-        None, Kind(Address.parse, "HOST:PORT"), "address of an instance's llumlet"
+        None, Kind(Address.parse, "HOST:PORT"), "instance to measure, by its llumlet's address"
     )
-    endpoint: str = OPTIONS.setting("", kinds.text("URL"), "instead: the API server of an engine without one")
+    endpoint: str = OPTIONS.setting(
+        "", kinds.text("URL"), "API server of an engine without a llumlet, to be measured as a client sees it"
+    )
     model: str = OPTIONS.setting(
-        "", kinds.text("NAME"), "its name at the API server; default: the first that it serves"
+        "", kinds.text("NAME"), "name of the model at the API server; empty takes the first that is served"
     )
-    output: str = OPTIONS.setting("profile.json", kinds.text("FILE"), "what is written")
+    output: str = OPTIONS.setting("profile.json", kinds.text("FILE"), "file to write the profile to")
     llumnix_prefix: str = OPTIONS.setting(
         "", kinds.text("PREFIX"), "also write PREFIX-ttft.json and PREFIX-tpot.json, in Llumnix's form"
     )
-    most_prompt_tokens: int = OPTIONS.setting(8192, kinds.integer(at_least=16), "longest prompt that is sent")
-    most_requests: int = OPTIONS.setting(32, kinds.integer(at_least=1), "largest batch that is sent")
+    most_prompt_tokens: int = OPTIONS.setting(8192, kinds.integer(at_least=16), "longest prompt to send, in tokens")
+    most_requests: int = OPTIONS.setting(32, kinds.integer(at_least=1), "largest batch to send, in requests")
 
 
 SETTINGS: Final = (Options, Output)

@@ -18,10 +18,10 @@ from llumsched.fan_out import Answer, report_failures
 
 DESCRIPTION = """List the requests of instances.
 
-MOVABLE says how a request would go elsewhere now: live, with its KV cache; recompute, with its tokens
-alone, its KV cache computed again there; waiting, with nothing to carry. Or why it would not.
+MOVABLE shows how a request would move now: live, with its KV cache; recompute, as tokens from which the destination
+computes its KV cache again; waiting, without any KV cache yet. Or it shows the reason why the request cannot move.
 
-With --json: one object per instance, with its requests, or with the error."""
+--json prints one object per instance, with its requests or the error."""
 
 _COLUMNS = (
     "INSTANCE",

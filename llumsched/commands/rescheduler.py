@@ -25,23 +25,26 @@ from llumsched.rescheduling.arguments import Switches
 from llumsched.rescheduling.caches import CacheSettings
 from llumsched.rescheduling.config import Config
 
-DESCRIPTION = """Move running requests from hot instances to cold ones and away from sick ones.
+DESCRIPTION = """Move running requests from hot instances to cold ones and away from failed ones.
 
   llumnix rescheduler --standalone-rescheduling-mode --cms 127.0.0.1:8003
   llumnix rescheduler --standalone-rescheduling-mode --cms redis://10.0.0.5:6379
 
-One per cluster: two would undo each other's moves. A scheduler runs one inside with --enable-rescheduling
---colocated-rescheduling-mode, and knows there what it sent and no status shows yet. What prefix caches hold it knows
-there if dispatch does, and here with --enable-cache-aware-scheduling."""
+Run one per cluster: two would undo each other's moves. `llumnix scheduler --enable-rescheduling` runs one inside the
+scheduler, where it also knows the requests that were dispatched and are in no status yet."""
 
 _http = Group("HTTP", "/metrics, /healthz, /debug/rescheduling, and what `llumnix explain --rescheduling` asks.")
 
 
 @dataclass(frozen=True, slots=True)
 class Http:
-    host: str = _http.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
-    port: int | None = _http.setting(None, kinds.port(), "to listen at; 0: any free one (default: no HTTP)")
-    insecure: bool = _http.setting(False, MARK, "listen beyond this machine: this service asks nobody for a token")
+    host: str = _http.setting("127.0.0.1", kinds.text("HOST"), "address to listen on", common=True)
+    port: int | None = _http.setting(
+        None, kinds.port(), "port to listen on; 0 picks a free port (default: no HTTP)", common=True
+    )
+    insecure: bool = _http.setting(
+        False, MARK, "allow listening beyond this machine; this service asks for no token", common=True
+    )
 
 
 SETTINGS: Final = (instances.Cms, Http, Switches, Config, CacheSettings)

@@ -41,14 +41,13 @@ from llumsched.tls import server_faults
 
 DESCRIPTION = """Choose an instance for each request of the gateways.
 
-  llumnix scheduler                                      instances report to it (--llumlet-cms 127.0.0.1:8003)
-  llumnix scheduler --cms redis://10.0.0.5:6379          or to a Redis, for several schedulers
+  llumnix scheduler                                      instances report here (--llumlet-cms 127.0.0.1:8003)
+  llumnix scheduler --cms redis://10.0.0.5:6379          or to a Redis, which several schedulers can share
   llumnix scheduler --enable-full-mode-scheduling=false --llm-backend-endpoints 10.0.0.1:8000,10.0.0.2:8000
-                                                         lite mode: engines of stock vLLM, which report nothing
-  llumnix scheduler --colocated-rescheduling-mode --enable-rescheduling
-                                                         and move running requests from hot to cold
+                                                         lite mode: engines of stock vLLM, which do not report
+  llumnix scheduler --enable-rescheduling                also move running requests from hot to cold instances
 
-A switch may be written --name, --name=true or --name=false. Policies: docs/reference/policies.md."""
+A switch is written --name, --name=true or --name=false. docs/reference/policies.md explains the policies."""
 
 _log = logging.getLogger("llumnix.scheduler")
 _WITH_REDIS_HOST: Final = (
@@ -68,7 +67,7 @@ _CONSTANTS: Final = (
 """Settings that are constants of a policy, by these names."""
 _dispatch = Group("dispatch", prefix="--dispatch-")
 _objectives = Group("objectives")
-_instances = Group("instances")
+_cms = Group("CMS", mode=Mode.FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +77,19 @@ class LoadOverride:
 
 
 def _load(infer_type: str) -> LoadOverride:
-    of = f"of {infer_type} instances (default: the policy's)"
     flag = f"--dispatch-{infer_type}-load"
     return field_of(
         LoadOverride(),
-        metric=_dispatch.part(kinds.text("METRIC"), f"how the load is measured {of}", flag=f"{flag}-metric"),
+        metric=_dispatch.part(
+            kinds.text("METRIC"),
+            f"metric of the load of {infer_type} instances (default: the policy's)",
+            flag=f"{flag}-metric",
+        ),
         threshold=_dispatch.part(
-            kinds.number("LOAD"), f"load from which on nothing is sent {of}", flag=f"{flag}-threshold"
+            kinds.number("LOAD"),
+            f"load from which on {infer_type} instances get no requests, in the unit of the metric (default: the "
+            "policy's)",
+            flag=f"{flag}-threshold",
         ),
     )
 
@@ -96,50 +101,62 @@ class Dispatch:
     full_mode: bool = _dispatch.setting(
         True,
         SWITCH,
-        "load is what instances report; false: what was sent to them (lite mode)",
+        "take load from the reports of instances (full mode); false takes it from what was sent to them (lite mode)",
         flag="--enable-full-mode-scheduling",
     )
     policy: str = _dispatch.setting(
         "load-balance",
         kinds.text("NAME"),
-        f"{', '.join(built_in_policies())}, or a .yaml file",
+        f"policy that chooses the instance for a request: {', '.join(built_in_policies())}, or a .yaml file",
         flag="--scheduling-policy",
+        common=True,
     )
     neutral: LoadOverride = _load("neutral")
     prefill: LoadOverride = _load("prefill")
     decode: LoadOverride = _load("decode")
     top_k: int | None = _dispatch.setting(
-        None, kinds.integer(at_least=1), "choose among the N best (default: the policy's, 1)"
+        None, kinds.integer(at_least=1), "number of the best instances to choose among (default: the policy's, 1)"
     )
     failover_domain: FailoverDomain | None = _dispatch.setting(
-        None, DOMAIN, "what fails with an instance (default: the policy's, instance)", flag="--failover-domain"
+        None,
+        DOMAIN,
+        "instances that are assumed to fail together (default: the policy's, instance)",
+        flag="--failover-domain",
     )
     staleness_s: float | None = _dispatch.setting(
         None,
         STALENESS,
-        "an instance whose last status is older gets nothing; from 10 s on, it is also taken for gone then (default: "
-        "the policy's, 10)",
+        "send nothing to an instance whose last status is older than this many seconds; from 10 s up, that is also "
+        "when it counts as gone (default: the policy's, 10)",
         flag="--instance-staleness-seconds",
     )
     priority_headroom: float | None = _dispatch.setting(None, HEADROOM, HEADROOM_HELP, flag="--priority-headroom")
 
     ttft_slo: float | None = _objectives.setting(
-        None, MILLISECONDS, "first token of requests whose gateway says nothing of it (default: the policy's, 6000)"
+        None,
+        MILLISECONDS,
+        "objective for the time to first token of requests whose gateway names none, in milliseconds (default: the "
+        "policy's, 6000)",
     )
     tpot_slo: float | None = _objectives.setting(
-        None, MILLISECONDS, "the same for the mean time between two tokens (default: the policy's, 50)"
+        None,
+        MILLISECONDS,
+        "objective for the mean time between two tokens of requests whose gateway names none, in milliseconds "
+        "(default: the policy's, 50)",
     )
     ttft_slo_dispatch_threshold: float | None = _objectives.setting(
-        None, SHARE, "of that objective, which a prediction may take up (default: the policy's)"
+        None, SHARE, "share of the objective that the predicted time to first token may reach (default: the policy's)"
     )
     tpot_slo_dispatch_threshold: float | None = _objectives.setting(
-        None, SHARE, "the same for the time between two tokens"
+        None,
+        SHARE,
+        "share of the objective that the predicted time between two tokens may reach (default: the policy's)",
     )
 
     policy_constants: Constants = _dispatch.setting(
         (),
         POLICY_CONSTANTS,
-        "values of constants that the policy defines, or those of rescheduling (repeatable)",
+        "values for constants of the policy, or of the rescheduling policies (repeatable)",
         flag=FLAG,
     )
 
@@ -174,30 +191,31 @@ def _host(value: str) -> str:
 class CmsSettings:
     """Several ways to name one store."""
 
-    cms: str = _instances.setting(
+    cms: str = _cms.setting(
         "",
         kinds.text("URL"),
-        "listen://HOST:PORT: be the CMS; redis://…; redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; HOST:PORT: the CMS "
-        f"of another process (default {process.CMS})",
-        mode=Mode.FULL,
+        "store of the instances: listen://HOST:PORT serves one here; redis://… and "
+        "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE use a Redis; HOST:PORT uses that of another process (default "
+        f"{process.CMS})",
+        common=True,
     )
-    cms_listen: str = _instances.setting(
-        "", kinds.text("HOST:PORT"), "the same as --cms listen://HOST:PORT", mode=Mode.FULL
+    cms_listen: str = _cms.setting("", kinds.text("HOST:PORT"), "short form of --cms listen://HOST:PORT")
+    cms_redis_host: str = _cms.setting(
+        "", Kind(_host, "HOST"), "host of a Redis; with --cms-redis-port, the same as --cms redis://…"
     )
-    cms_redis_host: str = _instances.setting(
-        "", Kind(_host, "HOST"), "with --cms-redis-port, the same as --cms redis://…", mode=Mode.FULL
+    cms_redis_port: int = _cms.setting(6379, kinds.port(1), "port of the Redis of --cms-redis-host")
+    cms_redis_username: str = _cms.setting(
+        "", kinds.text("NAME"), "user at the Redis of --cms-redis-host; empty names none"
     )
-    cms_redis_port: int = _instances.setting(6379, kinds.port(1), "port of that Redis", mode=Mode.FULL)
-    cms_redis_username: str = _instances.setting("", kinds.text("NAME"), "user at that Redis", mode=Mode.FULL)
-    cms_redis_password: str = _instances.setting(
+    cms_redis_password: str = _cms.setting(
         "",
         kinds.text("TEXT"),
-        "password there, which everybody on this host sees; better: --cms-redis-password-file",
-        mode=Mode.FULL,
+        "password at the Redis of --cms-redis-host, visible to all users of this machine; prefer "
+        "--cms-redis-password-file",
         secret=True,
     )
-    cms_redis_password_file: str = _instances.setting(
-        "", kinds.text("FILE"), "a file with that password, not readable for everybody", mode=Mode.FULL
+    cms_redis_password_file: str = _cms.setting(
+        "", kinds.text("FILE"), "file with the password at the Redis of --cms-redis-host, not readable by others"
     )
 
     @property

@@ -23,14 +23,18 @@ class Selection:
     request: tuple[str, ...] = _which.setting(
         (),
         Kind(tuple, "ID", repeated=True),
-        "this request: the engine's id, the client's, or the beginning of one (repeatable)",
+        "move this request, named by the engine's id, the client's id, or the beginning of one (repeatable)",
     )
     """Which requests they mean is for the source to say."""
-    all: bool = _which.setting(False, MARK, "all requests, waiting and running")
-    rule: str | None = _which.setting(None, kinds.one_of(_RULES), "what --value counts")
-    order: str | None = _which.setting(None, kinds.one_of(_ORDERS), "which requests first")
+    all: bool = _which.setting(False, MARK, "move all requests, waiting and running")
+    rule: str | None = _which.setting(
+        None, kinds.one_of(_RULES), "unit of --value: requests, tokens, or share of the KV cache"
+    )
+    order: str | None = _which.setting(None, kinds.one_of(_ORDERS), "order in which requests are chosen")
     value: float | None = _which.setting(
-        None, kinds.number(), "requests (-1: all), tokens, or share of the KV cache in (0, 1]"
+        None,
+        kinds.number(),
+        "amount to move: a number of requests (-1: all) or tokens, or a share of the KV cache in (0, 1]",
     )
 
 

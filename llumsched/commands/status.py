@@ -17,10 +17,10 @@ from llumsched.fan_out import Answer, report_failures
 
 DESCRIPTION = """Show the load and the settings of instances.
 
-BLOCKS are KV blocks in use / in all; HELD are those of moves: pinned for a move out + reserved for
-a move in + draining after a copy that is being stopped. OUT and IN are moves now / at most. MOVES says what
-requests bring along: live, their KV cache; recompute, their tokens alone; or none move.
-With --json: one object per instance, with its status and metadata, or with the error."""
+BLOCKS counts KV blocks in use / in all. HELD counts the blocks of moves: pinned for a move out + reserved for a move
+in + draining after a copy that is being stopped. OUT and IN count moves now / at most. MOVES shows how requests move:
+live with their KV cache, recompute as tokens, or none.
+--json prints one object per instance, with its status and metadata or the error."""
 
 _COLUMNS = (
     "INSTANCE",

@@ -26,9 +26,9 @@ from llumsched.top.source import Glance, Source
 
 DESCRIPTION = """Watch instances, their load, and the moves between them.
 
-Keys: q quits, s changes the order, space holds the view. PREFILL are prompt tokens that are still to be computed; IN
-and OUT are moves now. With --json: one object per --interval, with the CMS's view, the instances and the moves; with
---once one of them, and exit code 4 if the CMS was not reached."""
+Keys: q quits, s changes the order, space pauses the view. PREFILL counts prompt tokens still to be computed, IN and OUT
+count moves under way. --json prints one object per --interval, with the CMS's view, the instances and the moves. With
+--once, the exit code is 4 if the CMS was not reached."""
 
 FIRST_S = 5.0
 """Time for which --once waits for the CMS and the scheduler."""
@@ -40,10 +40,10 @@ class Options:
     scheduler: Address | None = OPTIONS.setting(
         None,
         Kind(lambda url: Address.parse(url.removeprefix("http://").rstrip("/")), "HOST:PORT"),
-        "HTTP address of the scheduler whose rescheduler's moves are shown (default: that of the cluster)",
+        "HTTP address of the scheduler whose moves are shown (default: the cluster's)",
     )
-    once: bool = OPTIONS.setting(False, MARK, "print what is now, and exit")
-    interval_s: float = OPTIONS.setting(1.0, kinds.seconds(above=0), "between two objects of --json")
+    once: bool = OPTIONS.setting(False, MARK, "print the present state and exit")
+    interval_s: float = OPTIONS.setting(1.0, kinds.seconds(above=0), "seconds between two objects of --json")
 
 
 SETTINGS: Final = (Cluster, Cms, Options, AccessSettings, Output)

@@ -19,13 +19,13 @@ DESCRIPTION = """Start engines, scheduler, rescheduler and gateway on this machi
 
   llumnix up MODEL --engines 2 -- --max-model-len 4096
   llumnix up MODEL --autoscale 1:4
-  llumnix up MODEL --scheduling-policy virtual-usage     room beside requests of a priority below 0, which go first
+  llumnix up MODEL --scheduling-policy virtual-usage     priorities below 0 go first, with room kept for them
 
-What follows `--` is for each `vllm serve`. Everything that the components write is shown with their names before it.
-Ctrl-C or SIGTERM stops all of it: the gateway takes nothing new and lets its streams end, then the engines, then the
-scheduler; a second Ctrl-C does not wait for streams. An engine that ends by itself is reported and the others go on;
-without scheduler, gateway or any engine everything is stopped, and the exit code is 6. With --autoscale engines are
-started as load grows, and leave when there are too many: their requests move to the others, and no stream is cut."""
+Arguments after `--` go to each `vllm serve`. Every line of output begins with the component's name. Ctrl-C or SIGTERM
+stops the gateway, once its streams have ended, then the engines and the scheduler; a second Ctrl-C cuts the streams. An
+engine that ends by itself is reported and the others continue. If the scheduler, the gateway or the last engine ends,
+everything is stopped with exit code 6. --autoscale starts engines as load grows and drains them when there are too
+many: their requests move to the others, and no stream is cut."""
 
 SETTINGS: Final = (UpConfig,)
 _CREDENTIALS: Final = frozenset(entry.setting.flag for entry in entries(CredentialFiles))

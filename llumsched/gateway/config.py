@@ -66,8 +66,8 @@ _tokens = Group("tokens", unit="")
 class Config:
     """The settings of a gateway. All times in seconds."""
 
-    host: str = _listening.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
-    port: int = _listening.setting(8001, kinds.port(), "to listen at; 0: any free one")
+    host: str = _listening.setting("127.0.0.1", kinds.text("HOST"), "address to listen on", common=True)
+    port: int = _listening.setting(8001, kinds.port(), "port to listen on; 0 picks a free port", common=True)
     metrics_host: str = _listening.setting(
         "127.0.0.1",
         kinds.text("HOST"),
@@ -75,121 +75,156 @@ class Config:
     )
     metrics_port: int = _listening.setting(8004, kinds.port(), "port for /metrics and /ready; 0 picks a free port")
     workers: int = _listening.setting(
-        1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port"
+        1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "number of processes that share the port", common=True
     )
-    max_body_bytes: int = _listening.setting(64 << 20, kinds.integer("BYTES", at_least=1), "largest request")
+    max_body_bytes: int = _listening.setting(
+        64 << 20, kinds.integer("BYTES", at_least=1), "largest request body, in bytes; a larger one gets 413"
+    )
     max_bodies_bytes: int = _listening.setting(
         1 << 30,
         kinds.integer("BYTES", at_least=1),
-        "largest total size of request bodies in flight, per worker; further requests get 429",
+        "largest total size of request bodies in flight per worker, in bytes; further requests get 429",
     )
     max_head_bytes: int = _listening.setting(
         64 << 10,
         kinds.integer("BYTES", at_least=1024),
-        "largest head (request line and headers) of a request; a larger one gets 431",
+        "largest head (request line and headers) of a request, in bytes; a larger one gets 431",
     )
     client_timeout_s: float = _listening.setting(
-        60.0,
-        _TIME,
-        "close a connection whose client sends less than 1 KiB, or reads nothing, for this many seconds",
+        60.0, _TIME, "close a connection whose client sends less than 1 KiB, or reads nothing, for this many seconds"
     )
     body_timeout_s: float = _listening.setting(
-        300.0, _TIME, "for the whole body of a request, however steadily it comes; then it gets 408"
+        300.0, _TIME, "longest time for a whole request body to arrive, in seconds; then the request gets 408"
     )
-    header_timeout_s: float = _listening.setting(10.0, _TIME, "for a request's head, once it or a connection has begun")
-    keep_alive_timeout_s: float = _listening.setting(75.0, _TIME, "between two requests on a client's connection")
+    header_timeout_s: float = _listening.setting(
+        10.0,
+        _TIME,
+        "longest time for the head of a request to arrive after its first byte or a new connection, in seconds",
+    )
+    keep_alive_timeout_s: float = _listening.setting(
+        75.0, _TIME, "close a client's connection after this many seconds without a request"
+    )
     sse_keepalive_s: float = _listening.setting(
         15.0,
         kinds.seconds(),
-        "silence of a stream after which its client gets a comment line, as proxies close what is silent; 0: never",
+        "send a comment line, for proxies, on a stream that was silent for this many seconds; 0 sends none",
     )
     api_key_file: str = _listening.setting(
         "",
         kinds.file(read_keys),
-        "keys of clients, and what each may ask for (JSON); without it nobody is asked for one",
+        "JSON file with the keys of clients and what each may use; empty accepts every client",
+        common=True,
     )
     trust_transfer_params: bool = _listening.setting(
         False,
         SWITCH,
-        "pass clients' `kv_transfer_params` and `ec_transfer_params` to engines, which read caches of the hosts named "
-        "there; false: such requests get 403",
+        "pass the `kv_transfer_params` and `ec_transfer_params` of clients to engines, which then read caches from "
+        "the hosts named there; if false, such requests get 403",
     )
-    ssl_certfile: str = _listening.setting("", kinds.file(kinds.is_file), "certificate to listen with (PEM)")
-    ssl_keyfile: str = _listening.setting("", kinds.file(read_secret), "its private key (PEM)")
-    insecure: bool = _listening.setting(False, SWITCH, "listen beyond this machine without keys or TLS")
+    ssl_certfile: str = _listening.setting(
+        "", kinds.file(kinds.is_file), "certificate for HTTPS (PEM); empty serves plain HTTP", common=True
+    )
+    ssl_keyfile: str = _listening.setting(
+        "", kinds.file(read_secret), "private key of --ssl-certfile (PEM)", common=True
+    )
+    insecure: bool = _listening.setting(False, SWITCH, "allow listening beyond this machine without keys or TLS")
     shutdown_delay_s: float = _listening.setting(
-        0.0, kinds.seconds(), "how long requests are accepted after SIGTERM, while /ready is 503 already"
+        0.0,
+        kinds.seconds(),
+        "accept requests for this long after SIGTERM, in seconds, while /ready answers 503 already; 0 stops at once",
     )
     shutdown_timeout_s: float = _listening.setting(
-        30.0, kinds.seconds(), "how long streams may go on once nothing new is accepted"
+        30.0,
+        kinds.seconds(),
+        "longest time for streams to end once no request is accepted any more, in seconds; 0 cuts them at once",
     )
     access_log: AccessLog = _listening.setting(
-        AccessLog.LINE, kinds.one_of(AccessLog), "what is written of each request"
+        AccessLog.LINE, kinds.one_of(AccessLog), "log nothing, a line or a JSON object for each request"
     )
 
     scheduling_policy: str = _instances.setting(
         "load-balance",
         Kind(_policy, "POLICY"),
-        "round-robin is done here; with any other the scheduler is asked, which applies its own",
+        "round-robin chooses instances here; any other name asks the scheduler, which applies its own policy",
+        common=True,
     )
     backend_endpoints: tuple[Endpoint | Address, ...] = _instances.setting(
         (),
         kinds.several(Kind(Endpoint.parse), "HOST:PORT,…"),
-        "API servers, for round-robin and while the scheduler is away; also http(s)://HOST:PORT/PATH",
+        "API servers for round-robin and for times without a scheduler: HOST:PORT or http(s)://HOST:PORT/PATH",
         flag="--llm-backend-endpoints",
+        common=True,
     )
     backend_https: bool = _instances.setting(
-        False, SWITCH, "instances of which only the address is known, as the scheduler names them, are asked over https"
+        False, SWITCH, "use https for instances of which the scheduler gives only the address"
     )
     backend_ca_file: str = _instances.setting(
-        "", kinds.file(tls.checked_ca_file), "authorities of engines' certificates (PEM) instead of the system's"
+        "",
+        kinds.file(tls.checked_ca_file),
+        "certificates of the authorities trusted for engines (PEM); empty trusts the system's",
     )
     backend_api_key_file: str = _instances.setting(
-        "", kinds.file(read_word), "the engines' own --api-key, sent to them instead of what clients send"
+        "",
+        kinds.file(read_word),
+        "file with the engines' --api-key, which engines get in place of the client's key; empty sends them the "
+        "client's, unless --api-key-file is set",
     )
     models: tuple[str, ...] = _instances.setting(
         (),
         kinds.several(kinds.text("NAME"), "NAME,…"),
-        "models that are known before an instance has served them: requests for them get 503, not 404",
+        "models that are known before an instance serves them: requests for them get 503 instead of 404",
     )
     scheduler_endpoints: tuple[Address, ...] = _instances.setting(
-        (), kinds.several(_ADDRESS, "HOST:PORT,…"), "schedulers; the first that answers is asked"
+        (), kinds.several(_ADDRESS, "HOST:PORT,…"), "schedulers to ask; the first that answers is used", common=True
     )
     scheduler_ca_file: str = _instances.setting(
-        "", kinds.file(tls.checked_ca_file), "authorities of schedulers' certificates (PEM): they are asked over https"
+        "",
+        kinds.file(tls.checked_ca_file),
+        "certificates of authorities trusted for schedulers (PEM), which are then asked over https; empty uses http",
     )
     full_mode: bool = _instances.setting(
-        True, SWITCH, "false: lite mode, in which the gateway reports what runs", flag="--enable-full-mode-scheduling"
+        True,
+        SWITCH,
+        "select full mode, where instances report to the scheduler; false is lite mode, where the gateway reports",
+        flag="--enable-full-mode-scheduling",
     )
     requests_report_duration_s: float = _instances.setting(
-        1.0, kinds.seconds(), "lite mode: between two reports to the scheduler; 0: none"
+        1.0, kinds.seconds(), "lite mode: seconds between two reports to the scheduler; 0 sends none"
     )
     service_token: str = _instances.setting(
-        "", kinds.text("TEXT"), "sent to the scheduler as Authorization", secret=True
+        "",
+        kinds.text("TEXT"),
+        "token to send to the scheduler as Authorization; --service-token-file keeps it off the command line",
+        secret=True,
     )
     service_token_file: str = _instances.setting(
-        "", kinds.file(read_word), "a file with a token that the scheduler is shown"
+        "", kinds.file(read_word), "file with the token to send to the scheduler"
     )
-    models_refresh_s: float = _instances.setting(10.0, _TIME, "between two looks at what instances serve")
+    models_refresh_s: float = _instances.setting(
+        10.0, _TIME, "seconds between two queries of the models that instances serve"
+    )
 
     ttft_slo_ms: Mapping[str, float] = _waiting.setting(
         {},
         Kind(by_model, "[MODEL=]MS", repeated=True),
-        "objective for the first token of requests that name none, of one model or all others (repeatable)",
+        "objective for the time to first token of requests that name none, in milliseconds, for one model or all "
+        "others (repeatable)",
         flag="--ttft-slo",
     )
     """Milliseconds by model; the model "" is any other."""
     tpot_slo_ms: Mapping[str, float] = _waiting.setting(
         {},
         Kind(by_model, "[MODEL=]MS", repeated=True),
-        "the same for the mean time between two tokens",
+        "objective for the mean time between two tokens of requests that name none, in milliseconds, for one model or "
+        "all others (repeatable)",
         flag="--tpot-slo",
     )
     late_wait_s: float = _waiting.setting(
         LATE_WAIT_S,
         kinds.seconds(),
-        "how long a request that can no longer meet its objective waits behind those that can, if the scheduler's "
-        "policy refuses what would be late (slo); 0: not at all",
+        "longest time that a request which can no longer meet its objective waits behind those that can, in seconds, "
+        "before it is placed anyway; 0 places it at once. Applies if the scheduler's policy rejects late requests "
+        "(slo)",
         flag=LATE_WAIT,
     )
     shed_priority: int | None = _waiting.setting(
@@ -199,40 +234,56 @@ class Config:
         "(default: none)",
         flag=SHED_PRIORITY,
     )
-    max_queue_size: int = _waiting.setting(512, _COUNT, "requests that may wait for an instance; more get 429")
-    max_requests: int = _waiting.setting(8192, _COUNT, "requests that may be in flight per worker; more get 429")
+    max_queue_size: int = _waiting.setting(
+        512, _COUNT, "largest number of requests that wait for an instance, per worker; more get 429"
+    )
+    max_requests: int = _waiting.setting(8192, _COUNT, "largest number of requests in flight, per worker; more get 429")
     wait_scheduling_timeout_s: float = _waiting.setting(
-        5.0, kinds.seconds(), "how long a request waits for an instance"
+        5.0, kinds.seconds(), "longest time a request waits for an instance, in seconds; then it gets 503"
     )
     wait_scheduling_retry_interval_s: float = _waiting.setting(
-        0.1, _TIME, "between two rounds that ask for an instance for those who wait"
+        0.1, _TIME, "seconds between two attempts to place the waiting requests"
     )
-    schedule_timeout_s: float = _waiting.setting(2.0, _TIME, "for the scheduler's answer")
+    schedule_timeout_s: float = _waiting.setting(2.0, _TIME, "longest wait for an answer of the scheduler, in seconds")
 
     retry_max_count: int = _failures.setting(
         2,
         kinds.integer(at_least=0),
-        "other instances tried for one request before its first byte, and continuations after",
+        "number of retries of a request before its first byte, and of continuations after it; 0 allows none",
     )
-    retry_budget: float = _failures.setting(0.2, _SHARE, "of the requests, that may be sent again")
+    retry_budget: float = _failures.setting(
+        0.2, _SHARE, "share of requests that may be retried; 10 per second are always allowed"
+    )
     retry_patience_s: float = _failures.setting(
-        10.0, kinds.seconds(), "how long a request that lost its instance waits for that"
+        10.0,
+        kinds.seconds(),
+        "longest time that a request which lost its instance waits for the retry budget, in seconds",
     )
     max_ejected: float = _failures.setting(
-        0.5, _SHARE, "of the instances, that may be left out as they fail; 0: none but those that no connection reaches"
+        0.5, _SHARE, "largest share of instances that may be ejected for failing; 0 ejects only unreachable ones"
     )
-    continuation: bool = _failures.setting(True, SWITCH, "continue streams that lose their engine")
-    connect_timeout_s: float = _failures.setting(3.0, _TIME, "for a connection to an engine")
-    response_timeout_s: float = _failures.setting(900.0, _TIME, "until an answer's first byte")
-    read_timeout_s: float = _failures.setting(300.0, _TIME, "between two bytes of a stream")
+    continuation: bool = _failures.setting(True, SWITCH, "continue the streams of a lost engine on other engines")
+    connect_timeout_s: float = _failures.setting(3.0, _TIME, "longest time to connect to an engine, in seconds")
+    response_timeout_s: float = _failures.setting(
+        900.0, _TIME, "longest time until the first byte of an engine's answer, in seconds"
+    )
+    read_timeout_s: float = _failures.setting(
+        300.0, _TIME, "longest time between two bytes of an engine's stream, in seconds"
+    )
     stall_s: float = _failures.setting(
-        5.0, _TIME, "silence after which an instance's health is asked for", flag="--stall-time"
+        5.0,
+        _TIME,
+        "ask for an instance's health when one of its streams was silent for this many seconds",
+        flag="--stall-time",
     )
-    health_timeout_s: float = _failures.setting(3.0, _TIME, "for an instance to say that it is well")
+    health_timeout_s: float = _failures.setting(
+        3.0, _TIME, "longest wait for an instance's answer to a health check, in seconds"
+    )
     engine_stall_s: float = _failures.setting(
         60.0,
         _TIME,
-        "silence on all its streams that makes an instance hung, healthy or not; twice that if none has begun",
+        "treat an instance as hung when none of its streams produced a token for this many seconds, even if /health "
+        "answers (twice as long before the first token)",
         flag="--engine-stall-time",
     )
     """An instance with no stream begun is asked for a token then, and is hung if it computes nothing for as long
@@ -241,19 +292,23 @@ class Config:
     tokenizers: Mapping[str, str] = _tokens.setting(
         {},
         Kind(_tokenizers, "[MODEL=]PATH", repeated=True),
-        "tokenizer of one model, or of all others: a path, or a name on the hub (repeatable)",
+        "tokenizer of one model or all others, a path or a name on the hub (repeatable); without one, tokens are "
+        "estimated",
         flag="--tokenizer-path",
         aliases=("--tokenizer-name",),
+        common=True,
     )
     """Tokenizers by model; the model "" is any other."""
     chat_template: str = _tokens.setting(
-        "", kinds.file(kinds.is_file), "a chat template instead of the tokenizers' own"
+        "", kinds.file(kinds.is_file), "file with a chat template; empty uses the tokenizers' own"
     )
     count_timeout_s: float = _tokens.setting(
-        0.5, _TIME, "of a processor, to render and encode one request; then its tokens are estimated"
+        0.5, _TIME, "longest processor time to render and encode one request, in seconds; then its tokens are estimated"
     )
     reader_processes: int = _tokens.setting(
-        2, kinds.integer(at_least=1, at_most=MOST_WORKERS), "per worker, that count tokens and read large requests"
+        2,
+        kinds.integer(at_least=1, at_most=MOST_WORKERS),
+        "number of processes per worker that count tokens and read large requests",
     )
 
     @property

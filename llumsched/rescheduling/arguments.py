@@ -27,13 +27,13 @@ _BELOW_LEAVE: Final[Mapping[str, str]] = {
 @dataclass(frozen=True, slots=True)
 class Switches:
     enable: bool | None = rescheduling.setting(
-        None, SWITCH, "reschedule; =false switches it off whatever the mode", flag="--enable-rescheduling"
+        None, SWITCH, "run a rescheduler; false disables it in every mode", flag="--enable-rescheduling", common=True
     )
     colocated: bool = rescheduling.setting(
-        False, SWITCH, "inside the scheduler process", flag="--colocated-rescheduling-mode"
+        False, SWITCH, "run the rescheduler inside the scheduler process", flag="--colocated-rescheduling-mode"
     )
     standalone: bool = rescheduling.setting(
-        False, SWITCH, "in a process of its own", flag="--standalone-rescheduling-mode"
+        False, SWITCH, "run the rescheduler in a process of its own", flag="--standalone-rescheduling-mode"
     )
 
     @property

@@ -22,13 +22,14 @@ class CacheSettings:
     aware: bool = _caches.setting(
         False,
         kinds.SWITCH,
-        "know what prefix caches hold, and weigh what a move saves or loses by it",
+        "follow what prefix caches hold, and weigh what a move saves or loses of it",
         flag=_AWARE,
+        common=True,
     )
     index_blocks: int = _caches.setting(
         USUAL_BLOCKS,
         kinds.integer(at_least=1),
-        "blocks of all prefix caches together that are known, 16 bytes each; what several instances hold counts once",
+        "largest number of distinct prefix-cache blocks to follow; each takes 16 bytes",
         flag=_INDEX_BLOCKS,
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can be set of the rescheduler. What contradicts itself: `arguments`."""
+"""The settings of the rescheduler. `arguments` checks them for contradictions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USUAL: Final = (
     "decode_failover",
     "neutral_failover",
 )
-"""Policies that run unless others are named."""
+"""The default policies."""
 OF_ONE_TYPE: Final[Mapping[str, tuple[str, InferType]]] = {
     "decode_load": ("load", InferType.DECODE),
     "neutral_load": ("load", InferType.NEUTRAL),
@@ -63,17 +63,17 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """How load is measured on instances of one infer type, and from where on it is too much."""
+    """The metric of the load on instances of one infer type, and the load that is too much."""
 
     metric: str = "kv_cache_usage_ratio_projected"
     threshold: float = 0.0
-    """Load that sources are at or above, and destinations below. 0: everybody may be either."""
+    """Sources have at least this load, destinations less; 0 sets no limit."""
 
 
-_DESCRIPTION: Final = """Moves running requests from hot instances to cold ones and away from sick ones.
-Example: only decode instances, sources from 70 % of the KV cache on:
+_DESCRIPTION: Final = """Moves running requests from hot instances to cold ones and away from failed ones.
+Example: balance only decode instances, from 70 % of the KV cache on:
   --rescheduling-policies=decode_load --rescheduling-decode-load-threshold=0.7
-Example: everything away from a node with a sick instance:
+Example: move everything away from a node with a failed instance:
   --rescheduling-policies=prefill_failover,decode_failover,neutral_failover
   --failover-domain=node --instance-staleness-seconds=100"""
 
@@ -83,7 +83,7 @@ MILLISECONDS: Final = kinds.number("MS", above=0)
 SHARE: Final = kinds.number("SHARE", above=0)
 HEADROOM: Final = kinds.number("SHARE", at_least=0, at_most=1)
 HEADROOM_HELP: Final = (
-    "of the KV cache of an instance, to stay free beside urgent requests, for dispatch and rescheduling alike "
+    "share of an instance's KV cache to keep free beside urgent requests, in dispatch and rescheduling "
     f"(default {BUILT_IN_CONSTANTS['priority_headroom']:g})"
 )
 
@@ -103,12 +103,13 @@ def _target(infer_type: str) -> LoadTarget:
         LoadTarget(),
         metric=rescheduling.part(
             Kind(_metric, "METRIC"),
-            f"how the load of {infer_type} instances is measured",
+            f"metric of the load of {infer_type} instances",
             flag=f"--rescheduling-{infer_type}-load-metric",
         ),
         threshold=rescheduling.part(
             kinds.number("LOAD"),
-            "sources are at or above it, destinations below; 0: everybody may be either",
+            f"load of {infer_type} instances from which on requests leave, and below which they may arrive; 0 sets no "
+            "limit",
             flag=f"--rescheduling-{infer_type}-load-threshold",
         ),
     )
@@ -121,15 +122,19 @@ class Config:
     policies: tuple[str, ...] = rescheduling.setting(
         USUAL,
         kinds.several(kinds.one_of(POLICIES, or_file=".yaml"), "NAMES"),
-        "what it looks at: loads to even out, failures to get away from; or paths of .yaml files",
+        "rescheduling policies to run, by name or as paths of .yaml files",
+        common=True,
     )
     interval_ms: float = rescheduling.setting(
         500.0,
         kinds.number(at_least=0),
-        "at most so long between two passes; a change of load or the end of a move wakes it earlier; 0: no passes",
+        "longest time between two passes, in milliseconds (load changes and finished moves start one earlier); 0 "
+        "disables rescheduling",
     )
     debounce_ms: float = rescheduling.setting(
-        20.0, kinds.number(at_least=0), "after a change of load, and at least so long between two passes"
+        20.0,
+        kinds.number(at_least=0),
+        "time from a load change to its pass, and shortest time between two passes, in milliseconds",
     )
 
     decode: LoadTarget = _target("decode")
@@ -137,103 +142,136 @@ class Config:
     balance_threshold: float = rescheduling.setting(
         0.0,
         kinds.number(at_least=0),
-        "least difference of load between source and destination, in the unit of the metric",
+        "smallest difference of load between source and destination, in the unit of the metric; 0 sets no limit",
         flag="--rescheduling-load-balance-threshold",
     )
     scope: Scope = rescheduling.setting(
         Scope.CLUSTER,
         kinds.one_of(Scope),
-        "among which instances; thresholds apply to the cluster",
+        "balance load within the whole cluster or within each unit; thresholds apply to the cluster",
         flag="--rescheduling-load-balance-scope",
     )
     selection: Selection = field_of(
         SHORTEST_AS_NEEDED,
-        unit=rescheduling.part(kinds.one_of(Unit), "what the value counts", flag="--rescheduling-req-select-rule"),
-        order=rescheduling.part(kinds.one_of(Order), "which requests first", flag="--rescheduling-req-select-order"),
+        unit=rescheduling.part(
+            kinds.one_of(Unit),
+            "unit of --rescheduling-req-select-value: requests, tokens, or share of the KV cache",
+            flag="--rescheduling-req-select-rule",
+        ),
+        order=rescheduling.part(
+            kinds.one_of(Order),
+            "order in which requests are chosen (`llumnix migrate --help` explains the names)",
+            flag="--rescheduling-req-select-order",
+        ),
         value=rescheduling.part(
             kinds.number(),
-            "requests, tokens, or share of the KV cache; 0: as much as evens the pair out",
+            "amount that a move takes, in the unit of --rescheduling-req-select-rule; 0 balances the pair",
             flag="--rescheduling-req-select-value",
         ),
     )
     priority_headroom: float | None = rescheduling.setting(None, HEADROOM, HEADROOM_HELP, flag="--priority-headroom")
 
     ttft_slo: float | None = _objectives.setting(
-        None, MILLISECONDS, "waiting requests leave where they would wait longer (default: the policy's, 6000)"
+        None,
+        MILLISECONDS,
+        "objective for the time to first token, in milliseconds: waiting requests leave instances that would miss it "
+        "(default: the policy's, 6000)",
     )
     tpot_slo: float | None = _objectives.setting(
-        None, MILLISECONDS, "running requests leave where they would be slower (default: the policy's, 50)"
+        None,
+        MILLISECONDS,
+        "objective for the time between two tokens, in milliseconds: running requests leave instances that miss it "
+        "(default: the policy's, 50)",
     )
     ttft_slo_dispatch_threshold: float | None = _objectives.setting(
-        None, SHARE, "of --ttft-slo, up to which an instance is in time (default: the policy's, 0.85)"
+        None,
+        SHARE,
+        "share of --ttft-slo up to which an instance may receive waiting requests (default: the policy's, 0.85)",
     )
     tpot_slo_dispatch_threshold: float | None = _objectives.setting(
-        None, SHARE, "of --tpot-slo, up to which an instance takes running requests (default: the policy's, 0.85)"
+        None,
+        SHARE,
+        "share of --tpot-slo up to which an instance may receive running requests (default: the policy's, 0.85)",
     )
     tpot_migrate_out_ceil_threshold: float | None = _objectives.setting(
-        None, SHARE, "of --tpot-slo, from which on they do (default: the policy's, 0.95)"
+        None,
+        SHARE,
+        "share of --tpot-slo from which on running requests leave an instance (default: the policy's, 0.95)",
     )
     tpot_migrate_out_floor_threshold: float | None = _objectives.setting(
-        None, SHARE, "of --tpot-slo, below which an instance is emptied into fuller ones (default: the policy's, 0.6)"
+        None,
+        SHARE,
+        "share of --tpot-slo below which an instance is emptied into fuller ones (default: the policy's, 0.6)",
     )
 
     horizon_s: float = rescheduling.setting(
         10.0,
         kinds.seconds(above=0),
-        "how long a better balance counts when it is weighed against a move's cost; more means more moves",
+        "time for which a better balance counts when it is weighed against the cost of a move, in seconds; more time "
+        "means more moves",
     )
     link_bytes_per_s: float = rescheduling.setting(
         1e9,
         kinds.number(above=0),
-        "what the links carry, until moves have shown it",
+        "assumed speed of the links, in bytes per second, until moves have measured it",
         flag="--rescheduling-link-bytes-per-second",
     )
     max_moves_per_pass: int = rescheduling.setting(
-        32, kinds.integer(at_least=1), "pairs of instances that one pass may choose"
+        32, kinds.integer(at_least=1), "largest number of pairs of instances that one pass may choose"
     )
     request_cooldown_s: float = rescheduling.setting(
-        10.0, kinds.seconds(), "how long a request that was moved to balance load stays where it is"
+        10.0, kinds.seconds(), "time for which a request stays where it is after a move for balance, in seconds"
     )
     pair_cooldown_s: float = rescheduling.setting(
-        10.0, kinds.seconds(), "how long nothing goes back between two instances; forwards it is one interval"
+        10.0,
+        kinds.seconds(),
+        "time after a move before a request may move back between the same two instances, in seconds; the same "
+        "direction waits one interval",
     )
     avoid_s: float = rescheduling.setting(
         10.0,
         kinds.seconds(),
-        "how long a destination that refused or failed is left alone; twice as long each time in a row",
+        "time for which a destination that refused or failed is avoided, in seconds; doubles with each failure in a "
+        "row",
     )
     connection_pool_size: int = rescheduling.setting(
         10,
         kinds.integer(at_least=1),
-        "moves that one source is asked for at a time",
+        "largest number of moves that one source is asked for at a time",
         flag="--llumlet-grpc-connection-pool-size",
     )
     grpc_timeout_s: float = rescheduling.setting(
-        5.0, kinds.seconds(above=0), "longest silence of a source during a call", flag="--llumlet-grpc-timeout-seconds"
+        5.0,
+        kinds.seconds(above=0),
+        "longest silence of a source during a call, in seconds; then the call fails",
+        flag="--llumlet-grpc-timeout-seconds",
     )
 
     forward_status: bool = rescheduling.setting(
         False,
         kinds.SWITCH,
-        "move statuses on to the time of the pass, by what is known of each instance's steps",
+        "plan on an estimate of the present state, made from the last status and the step times of each instance",
         flag="--forward-status",
     )
 
     failover_domain: FailoverDomain = _failover.setting(
-        FailoverDomain.INSTANCE, DOMAIN, "what fails with an instance", flag="--failover-domain"
+        FailoverDomain.INSTANCE,
+        DOMAIN,
+        "instances that are assumed to fail together",
+        flag="--failover-domain",
+        common=True,
     )
     staleness_s: float = _failover.setting(
         10.0,
         STALENESS,
-        "an instance whose last status is older is sick; from 10 s on, it is also taken for gone then",
+        "treat an instance as failed when its last status is older than this many seconds; from 10 s up, that is also "
+        "when it counts as gone",
         flag="--instance-staleness-seconds",
+        common=True,
     )
 
     policy_constants: Constants = rescheduling.setting(
-        (),
-        POLICY_CONSTANTS,
-        "values of constants that policies define, built-in ones and files (repeatable)",
-        flag=FLAG,
+        (), POLICY_CONSTANTS, "values for constants of the policies, built in or from files (repeatable)", flag=FLAG
     )
 
     @property

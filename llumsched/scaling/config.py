@@ -13,11 +13,11 @@ from llumlet.process.kinds import Kind
 from llumlet.process.settings import Group
 from llumsched.policy.document import Mode
 
-_DESCRIPTION: Final = """Says how many instances each model and infer type should have, at GET /scale and in Prometheus.
-Freeness is Llumnix's: tokens of KV cache that are free for each request, on average over a group; as many steps could
-all of them go on."""
+_DESCRIPTION: Final = """Recommends a number of instances per model and infer type, at GET /scale and in Prometheus.
+Freeness, as in Llumnix, is the number of free KV cache tokens per request of a group: how many more decode steps all
+of them could take."""
 
-_scaling = Group("scaling", _DESCRIPTION, "--scaling-")
+_scaling = Group("scaling", _DESCRIPTION, "--scaling-", mode=Mode.FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +57,41 @@ class Config:
     """`bounds` None: nothing is said of numbers of instances."""
 
     bounds: Bounds | None = _scaling.setting(
-        None, BOUNDS, "say how many instances each model and infer type should have, from MIN to MAX",
-        flag="--scaling", mode=Mode.FULL,
-    )  # fmt: skip
+        None,
+        BOUNDS,
+        "recommend a number of instances, from MIN to MAX, for each model and infer type; empty recommends none",
+        flag="--scaling",
+        common=True,
+    )
     low_freeness: float = _scaling.setting(
-        160.0, kinds.number("TOKENS", at_least=0), "below it there are too few instances", mode=Mode.FULL
+        160.0,
+        kinds.number("TOKENS", at_least=0),
+        "scale out when the freeness of a group falls below this many tokens per request",
     )
     high_freeness: float = _scaling.setting(
-        320.0, kinds.number("TOKENS", at_least=0), "with one instance fewer still above it: there are too many",
-        mode=Mode.FULL,
-    )  # fmt: skip
-    ttft_s: float = _scaling.setting(
-        0.0, kinds.seconds(), "too few also where a prompt would wait so long for its first token; 0: not looked at",
-        mode=Mode.FULL,
-    )  # fmt: skip
-    tpot_s: float = _scaling.setting(
-        0.0, kinds.seconds(), "and where there would be so much time between two tokens; 0: not looked at",
-        mode=Mode.FULL,
-    )  # fmt: skip
-    cold_start_s: float = _scaling.setting(
-        60.0, kinds.seconds(), "from an instance's start until it serves: load that grows is looked at so far ahead",
-        mode=Mode.FULL,
-    )  # fmt: skip
-    settle_s: float = _scaling.setting(
-        30.0, kinds.seconds(), "how long there must have been too many before one leaves", mode=Mode.FULL
+        320.0,
+        kinds.number("TOKENS", at_least=0),
+        "scale in when the freeness of a group with one instance fewer would stay above this many tokens per request",
     )
-    interval_s: float = _scaling.setting(1.0, kinds.seconds(above=0), "between two looks at the load", mode=Mode.FULL)
+    ttft_s: float = _scaling.setting(
+        0.0,
+        kinds.seconds(),
+        "also scale out when the predicted time to first token exceeds this many seconds; 0 ignores it",
+    )
+    tpot_s: float = _scaling.setting(
+        0.0,
+        kinds.seconds(),
+        "also scale out when the predicted time between two tokens exceeds this many seconds; 0 ignores it",
+    )
+    cold_start_s: float = _scaling.setting(
+        60.0,
+        kinds.seconds(),
+        "seconds from the start of an instance until it serves: growing load is extrapolated this far",
+    )
+    settle_s: float = _scaling.setting(
+        30.0, kinds.seconds(), "seconds for which a smaller number of instances must have been enough before one leaves"
+    )
+    interval_s: float = _scaling.setting(1.0, kinds.seconds(above=0), "seconds between two evaluations of the load")
 
 
 def faults(config: Config, prefix: str = _scaling.prefix) -> Iterator[str]:

@@ -88,31 +88,34 @@ def _profiles(value: str) -> tuple[Profile, ...]:
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     policy: Policy
-    host: str = _process.setting(HOST, kinds.text("HOST"), "to listen at")
-    port: int = _process.setting(PORT, kinds.port(), "to listen at; 0: any free one")
+    host: str = _process.setting(HOST, kinds.text("HOST"), "address to listen on", common=True)
+    port: int = _process.setting(PORT, kinds.port(), "port to listen on; 0 picks a free port", common=True)
     cms: str = CMS
     """The store's URL in full mode: see `llumsched.cms.store.open_store`."""
     service_token_file: str = _process.setting(
         "",
         kinds.file(read_tokens),
-        'tokens of those who may ask over HTTP, by role: {"gateway": […], "reader": […], "operator": […]}; without it '
-        "whoever reaches the HTTP service may ask it",
+        'JSON file with the tokens accepted over HTTP, by role: {"gateway": […], "reader": […], "operator": […]}; '
+        "empty accepts everybody",
+        common=True,
     )
-    ssl_certfile: str = _process.setting("", kinds.text("FILE"), "certificate to answer HTTP with, over TLS (PEM)")
-    ssl_keyfile: str = _process.setting("", kinds.file(read_secret), "its private key (PEM)")
-    insecure: bool = _process.setting(False, MARK, "listen beyond this machine without tokens or TLS")
+    ssl_certfile: str = _process.setting(
+        "", kinds.text("FILE"), "certificate for HTTPS (PEM); empty serves plain HTTP", common=True
+    )
+    ssl_keyfile: str = _process.setting("", kinds.file(read_secret), "private key of --ssl-certfile (PEM)", common=True)
+    insecure: bool = _process.setting(False, MARK, "allow listening beyond this machine without tokens or TLS")
     backend_endpoints: Mapping[Endpoint | Address, InferType] = _instances.setting(
         {},
         Kind(_endpoints, "HOST:PORT[=TYPE],…"),
-        "the engines' API servers, also http(s)://HOST:PORT/PATH, and what each is there for: "
-        f"{', '.join(InferType)}. If they have an --api-key: {API_KEY_VARIABLE} in the environment",
+        f"API servers of engines, as HOST:PORT or http(s)://HOST:PORT/PATH, and their TYPE ({', '.join(InferType)}); "
+        f"their --api-key is read from the variable {API_KEY_VARIABLE}",
         flag="--llm-backend-endpoints",
         mode=Mode.LITE,
     )
     backend_ca_file: str = _instances.setting(
         "",
         kinds.file(checked_ca_file),
-        "authorities of engines' certificates (PEM) instead of the system's",
+        "certificates of the authorities trusted for engines (PEM); empty trusts the system's",
         mode=Mode.LITE,
     )
     backend_api_key: str = field(default="", repr=False)
@@ -120,80 +123,85 @@ class SchedulerConfig:
     models: tuple[str, ...] = _dispatch.setting(
         (),
         kinds.several(kinds.text("NAME"), "NAME,…"),
-        "models that are known before an instance has served them: requests for them wait, then get 503, not 404",
+        "models that are known before an instance serves them: requests for them wait and then get 503, instead of "
+        "404 at once",
     )
     account: bool = _dispatch.setting(
         True,
         SWITCH,
-        "count what was sent and is in no status yet",
+        "count requests that were dispatched and are in no status yet",
         flag="--enable-instance-status-local-account",
         mode=Mode.FULL,
     )
     forward_status: bool = _dispatch.setting(
         False,
         SWITCH,
-        "move statuses on to the time of the decision, by what is known of each instance's steps",
+        "decide on an estimate of the present state, made from the last status and the step times of each instance",
         flag="--forward-status",
         mode=Mode.FULL,
     )
     account_staleness_s: float = _dispatch.setting(
         10.0,
         _TIME,
-        "how long a request that was sent counts if it never gets there",
+        "seconds after which a dispatched request that no status shows is no longer counted",
         flag="--request-local-account-staleness-seconds",
         mode=Mode.FULL,
     )
     step_profiles: Sequence[Profile] = _dispatch.setting(
         (),
         Kind(_profiles, "FILE,…"),
-        "what is known of engines' steps before they are seen, for predictions (docs/reference/policies.md)",
+        "files with measured step times of engines, for predictions before any step was seen (`llumnix profile` "
+        "writes them)",
         mode=Mode.FULL,
     )
     ttft_profile: str = _dispatch.setting(
         "",
         kinds.text("FILE"),
-        "the same in Llumnix's form: times to the first token",
+        "file with times to first token in Llumnix's format, like --step-profiles",
         flag="--ttft-profiling-data-path",
         mode=Mode.FULL,
     )
     tpot_profile: str = _dispatch.setting(
         "",
         kinds.text("FILE"),
-        "and times between two tokens",
+        "file with times between two tokens in Llumnix's format, like --step-profiles",
         flag="--tpot-profiling-data-path",
         mode=Mode.FULL,
     )
     cache_aware: bool = _dispatch.setting(
         False,
         SWITCH,
-        "know what prefix caches hold whatever the policy; without it, only if the policy asks for it",
+        "follow what prefix caches hold under every policy; false does so only under policies that read it",
         flag="--enable-cache-aware-scheduling",
     )
     cache_index_blocks: int = _dispatch.setting(
         USUAL_BLOCKS,
         kinds.integer(at_least=1),
-        "blocks of all prefix caches together that are known, 16 bytes each; what several instances hold counts once",
+        "largest number of distinct prefix-cache blocks to follow; each takes 16 bytes",
     )
     cache_sent_blocks: int = _dispatch.setting(
         8192,
         kinds.integer(at_least=2),
-        "blocks of 16 tokens that an engine is taken to hold, of what was sent to it last",
+        "number of blocks of 16 tokens, the latest sent to it, that an engine's prefix cache is assumed to hold",
         mode=Mode.LITE,
     )
     warms_up_s: float = _dispatch.setting(
         QUIET_S,
         kinds.seconds(),
-        "after a start, how long no instance must have come before requests are placed",
+        "place requests after a start once no new instance has appeared for this many seconds; 0 places them at once",
         flag="--warm-up-seconds",
         mode=Mode.FULL,
     )
     gateway_ttl_s: float = _dispatch.setting(
-        30.0, _TIME, "silence after which a gateway's requests count no more", mode=Mode.LITE
+        30.0,
+        _TIME,
+        "seconds without a report after which the requests of a gateway are no longer counted",
+        mode=Mode.LITE,
     )
     state_ttl_s: float = _dispatch.setting(
         600.0,
         _TIME,
-        "silence after which one request counts no more",
+        "seconds without a report after which a request is no longer counted",
         flag="--request-state-ttl-seconds",
         mode=Mode.LITE,
     )

@@ -59,13 +59,13 @@ _WIDTH_FLAGS = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", 
 
 
 _cluster = Group("")
-_scaling = Group("autoscaling", "Of use with --autoscale.", "--autoscale-")
+_scaling = Group("autoscaling", "These apply with --autoscale.", "--autoscale-")
 _SCALING: Final = {entry.field: entry.setting for entry in entries(ScalingConfig) if entry.field != "bounds"}
 """The scheduler's settings of the number of instances, by their fields, but for the bounds."""
 
 
 def _scaling_field() -> ScalingConfig:
-    """These settings under names of this command."""
+    """The scheduler's scaling settings, under flags of this command."""
     parts = {name: replace(one, group=_scaling, flag=_scaling.flag(name), mode="") for name, one in _SCALING.items()}
     return field_of(ScalingConfig(), **parts)
 
@@ -75,42 +75,61 @@ class UpConfig:
     """The settings of a cluster. Ports are 0 for any free one."""
 
     model: str = _cluster.setting(
-        "", Kind(str, "MODEL", {"nargs": "?"}), "a directory, or a name that vLLM knows", flag="model"
+        "",
+        Kind(str, "MODEL", {"nargs": "?"}),
+        "directory of the model, or a name that vLLM knows",
+        flag="model",
+        common=True,
     )
     num_engines: int = _cluster.setting(
-        2, kinds.integer(at_least=1, at_most=MOST_ENGINES), "how many engines", flag="--engines"
+        2, kinds.integer(at_least=1, at_most=MOST_ENGINES), "number of engines", flag="--engines", common=True
     )
     autoscale: Bounds | None = _cluster.setting(
-        None, BOUNDS, "in the place of --engines: from MIN to MAX engines, as the load is; MIN of them at first"
+        None,
+        BOUNDS,
+        "number of engines, from MIN to MAX as the load demands and MIN at first; replaces --engines",
+        common=True,
     )
     scaling: ScalingConfig = _scaling_field()
     host: str = _cluster.setting(
-        HOST, kinds.text("HOST"), "where the gateway listens; everything else listens at loopback"
+        HOST, kinds.text("HOST"), "address the gateway listens on; everything else listens on loopback", common=True
     )
-    port: int = _cluster.setting(GATEWAY_PORT, kinds.port(), "of the gateway; 0: any free one")
+    port: int = _cluster.setting(GATEWAY_PORT, kinds.port(), "port of the gateway; 0 picks a free port", common=True)
     scheduler_port: int = _cluster.setting(
-        SCHEDULER_PORT, kinds.port(), "of the scheduler and its web page; 0: any free one"
+        SCHEDULER_PORT, kinds.port(), "port of the scheduler and its web page; 0 picks a free port"
     )
-    cms_port: int = _cluster.setting(CMS_PORT, kinds.port(), "to which the engines report; 0: any free one")
+    cms_port: int = _cluster.setting(CMS_PORT, kinds.port(), "port to which the engines report; 0 picks a free port")
     metrics_port: int = _cluster.setting(
         METRICS_PORT,
         kinds.port(),
         "loopback port of the gateway's metrics; 0 picks a free port. If the port is taken, no metrics are served",
     )
     scheduling_policy: str = _cluster.setting(
-        "load-balance", kinds.text("NAME"), f"{', '.join(built_in_policies())}, or a .yaml file"
+        "load-balance",
+        kinds.text("NAME"),
+        f"policy that chooses the engine for a request: {', '.join(built_in_policies())}, or a .yaml file",
+        common=True,
     )
-    enable_rescheduling: bool = _cluster.setting(True, MARK, "move running requests from hot engines to cold ones")
+    enable_rescheduling: bool = _cluster.setting(
+        True, MARK, "move running requests from hot engines to cold ones", common=True
+    )
     gateway_workers: int = _cluster.setting(
-        1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes of the gateway"
+        1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "number of gateway processes", common=True
     )
-    share_gpus: bool = _cluster.setting(False, MARK, "all engines see all GPUs, instead of each its own")
+    share_gpus: bool = _cluster.setting(
+        False, MARK, "let every engine use all GPUs, instead of GPUs of its own", common=True
+    )
     insecure: bool = _cluster.setting(
-        False, MARK, "the gateway may listen beyond this machine, without keys or TLS: it asks nobody who they are"
+        False,
+        MARK,
+        "allow the gateway to listen beyond this machine without keys or TLS; it then accepts every client",
+        common=True,
     )
-    drain_s: float = _cluster.setting(25.0, kinds.seconds(), "how long streams may go on when everything stops")
+    drain_s: float = _cluster.setting(
+        25.0, kinds.seconds(), "longest time for streams to end when everything stops, in seconds; 0 cuts them at once"
+    )
     start_timeout_s: float = _cluster.setting(
-        600.0, kinds.seconds(above=0), "within which an engine must be ready", flag="--start-timeout"
+        600.0, kinds.seconds(above=0), "longest time for an engine to become ready, in seconds", flag="--start-timeout"
     )
     engine_args: tuple[str, ...] = ()
 

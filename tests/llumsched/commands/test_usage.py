@@ -170,6 +170,16 @@ def test_help(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
         assert " ".join(text.split()) in " ".join(shown.split())
 
 
+def test_help_all_shows_the_settings_that_help_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, shows_all in (("--help", False), ("--help-all", True)):
+        with pytest.raises(SystemExit):
+            main(["gateway", flag])
+        shown = capsys.readouterr().out
+        assert "--scheduler-endpoints" in shown
+        assert ("--engine-stall-time" in shown) is shows_all
+        assert ("more settings: llumnix gateway --help-all" in shown) is not shows_all
+
+
 def test_a_command_does_not_wait_for_what_others_import() -> None:
     code = """
 import sys

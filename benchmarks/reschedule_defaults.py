@@ -20,7 +20,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling.config import Config, LoadTarget
 from llumsched.rescheduling.moves import Selection

@@ -12,9 +12,9 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.plan import Method
-from llumlet.protocol.selection import Rule, parse_rule
-from llumlet.protocol.source import State
+from llumlet.protocol.move.plan import Method
+from llumlet.protocol.move.selection import Rule, parse_rule
+from llumlet.protocol.move.source import State
 
 HANDOVERS: Final = {each: cast(Handover.State, Handover.State.Value(each.name)) for each in Settlement}
 _OTHER_NAMES: Final = {State.PLANNED: "SELECTED", State.PINNING: "COPYING"}

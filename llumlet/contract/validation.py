@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from llumlet.contract import types
 from llumlet.contract.block_hashes import HASH_BYTES
 from llumlet.process.addresses import Address
-from llumlet.protocol.selection import Unit, value_fault
+from llumlet.protocol.move.selection import Unit, value_fault
 
 MAX_ID_CHARACTERS = 64 << 10
 """Length limit of an id: a client names its request in an HTTP header, which may be about as long."""

@@ -11,7 +11,7 @@ from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, Migration
 from llumlet.process import kinds
 from llumlet.process.kinds import MARK, Kind
 from llumlet.process.settings import Group
-from llumlet.protocol.selection import Unit, value_fault
+from llumlet.protocol.move.selection import Unit, value_fault
 
 _RULES: Final = {name: cast(MigrationType, value) for name, value in MigrationType.items() if value}
 _ORDERS: Final = {name: cast(MigrationReqPolicy, value) for name, value in MigrationReqPolicy.items() if value}

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.columns import Mask, Rows, Values
 from llumsched.cluster.providers.status import Cargo
 from llumsched.policy.metrics import Metric

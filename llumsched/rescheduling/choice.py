@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from llumlet.contract.types import Mode, RequestInfo
 from llumlet.protocol.ids import RequestId
-from llumlet.protocol.selection import Candidate, Rule, select
+from llumlet.protocol.move.selection import Candidate, Rule, select
 from llumsched.rescheduling.moves import Move
 
 _WAITING = (RequestInfo.WAITING, RequestInfo.PREEMPTED)

@@ -12,7 +12,7 @@ from llumlet.process import kinds
 from llumlet.process.kinds import Kind
 from llumlet.process.settings import Group, field_of
 from llumlet.protocol.infer_type import InferType
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.metrics import BUILT_IN_CONSTANTS, metric_fault

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from llumlet.contract.types import Health
-from llumlet.protocol.selection import ALL, Order, Unit
+from llumlet.protocol.move.selection import ALL, Order, Unit
 from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import Move, Purpose, Selection

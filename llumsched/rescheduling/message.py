@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from llumlet.contract.types import MigrateRequest, Mode
-from llumlet.protocol.selection import Unit
+from llumlet.protocol.move.selection import Unit
 from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.moves import Move, Purpose
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from llumlet.protocol.selection import Order, Unit, value_fault
+from llumlet.protocol.move.selection import Order, Unit, value_fault
 
 AS_NEEDED: Final = 0.0
 """Value of a balancing policy's selection: as much as evens out the two instances. Never sent to a llumlet."""

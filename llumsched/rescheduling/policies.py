@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from llumlet.protocol.infer_type import InferType
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.extensions import load_values
 from llumsched.policy import filters as f
 from llumsched.policy.metrics import Metric

@@ -19,7 +19,7 @@ from typing import Final, TextIO
 from llumlet.contract.types import InstanceStatus
 from llumlet.process.addresses import Address
 from llumlet.process.credentials import Credentials
-from llumlet.protocol.limits import Limits
+from llumlet.protocol.move.limits import Limits
 from llumsched.gateway.placement import Placed
 from llumsched.request import Request
 from llumsched.scaling.config import Config as ScalingConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llumlet.protocol.shortage import Shortages
+from llumlet.protocol.move.shortage import Shortages
 from llumsim import PS
 
 

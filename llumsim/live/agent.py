@@ -21,7 +21,7 @@ from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import MigrationId
-from llumlet.protocol.limits import Limits
+from llumlet.protocol.move.limits import Limits
 from llumsim.engine.instance import ModelledInstance
 from llumsim.live.world import World
 from llumsim.moves.incoming import Arrivals, Offer

@@ -13,12 +13,12 @@ from typing import Final
 
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
-from llumlet.protocol.destination import LEASE, Destination, State
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import MigrationId
-from llumlet.protocol.limits import Limits, Slots
-from llumlet.protocol.plan import Terms
+from llumlet.protocol.move.destination import LEASE, Destination, State
+from llumlet.protocol.move.limits import Limits, Slots
+from llumlet.protocol.move.plan import Terms
 from llumsim import PS
 from llumsim.engine.instance import ModelledInstance
 from llumsim.engine.queue import QueuePlace

@@ -26,7 +26,7 @@ from llumlet.process.addresses import Address
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.events import Gone
 from llumlet.protocol.ids import RequestId
-from llumlet.protocol.selection import Candidate, select
+from llumlet.protocol.move.selection import Candidate, select
 from llumsim import PS
 from llumsim.engine.instance import ModelledInstance
 from llumsim.engine.requests import EngineRequest, Phase

@@ -16,9 +16,9 @@ from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.ids import Epoch, MigrationId
-from llumlet.protocol.limits import Limits, Slots
-from llumlet.protocol.plan import Method, Plan
-from llumlet.protocol.source import SETTLED, Source, State
+from llumlet.protocol.move.limits import Limits, Slots
+from llumlet.protocol.move.plan import Method, Plan
+from llumlet.protocol.move.source import SETTLED, Source, State
 from llumsim import PS
 from llumsim.engine.instance import ModelledInstance
 from llumsim.engine.requests import EngineRequest, Phase, Watcher

@@ -18,7 +18,7 @@ from llumlet.contract.types import Health, InstanceReport
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import MigrationId
-from llumlet.protocol.limits import Limits, Slots
+from llumlet.protocol.move.limits import Limits, Slots
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from tests.engine.rig import BLOCK_SIZE, Rig
 from tests.engine.test_step_times import batch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, MigrationType
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from tests.engine.loop import new_loop

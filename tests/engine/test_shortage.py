@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request, RequestStatus
 
-from llumlet.protocol.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SECONDS
+from llumlet.protocol.move.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SECONDS
 from tests.engine.loop import Loop, new_loop
 from tests.engine.rig import BLOCK_SIZE, Rig, full, window
 from tests.engine.test_scheduler_port import KINDS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llumlet.protocol.errors import Refused
-from llumlet.protocol.trials import Trials
+from llumlet.protocol.recovery.trials import Trials
 from tests.engine.loop import new_loop
 from vllm_llumnix import step_record
 from vllm_llumnix.engine.identity import EngineIdentity

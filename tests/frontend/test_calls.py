@@ -18,9 +18,9 @@ from llumlet.contract.block_hashes import HASH_BYTES, adapter_mask, chain, root_
 from llumlet.contract.server import RunningServer, serve
 from llumlet.process.credential_files import CredentialFiles
 from llumlet.process.credentials import NONE, Credentials
-from llumlet.protocol import replay_words as words
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.origin import replay_words as words
 from tests.frontend.fakes import request, until
 from tests.llumlet.fake_agent import FakeAgent
 from tests.support.authority import token_file

@@ -15,8 +15,8 @@ import pytest
 
 from llumlet.contract.server import serve
 from llumlet.process.credentials import Credentials
-from llumlet.protocol.owners import Owner
-from llumlet.protocol.suspects import STUCK_SECONDS, steps_of
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.suspects import STUCK_SECONDS, steps_of
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
 from vllm_llumnix.frontend import deaths

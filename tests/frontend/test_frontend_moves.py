@@ -10,8 +10,9 @@ import pytest
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import FinishReason
 
-from llumlet.protocol import streams, wire
+from llumlet.protocol import wire
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.origin import streams
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of
 from vllm_llumnix.frontend.asgi import Served, served

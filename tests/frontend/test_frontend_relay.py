@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from llumlet.protocol import wire
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.owners import MAX_OWNERS, Owners
+from llumlet.protocol.origin.owners import MAX_OWNERS, Owners
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import VOCAB_SIZE, FakeEngine, FakePeer, relayed, request, tokens_of, until
 from vllm_llumnix.frontend import relay as relay_module

@@ -17,8 +17,9 @@ from vllm.v1.engine import FinishReason
 from llumlet.contract.errors import LlumletError
 from llumlet.contract.server import serve
 from llumlet.contract.types import AdoptRequest, Reason
-from llumlet.protocol import origin, owners, replay, streams, wire
+from llumlet.protocol import wire
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.origin import origin, owners, replay, streams
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import (
     DIGEST,

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from llumlet.process.credentials import NONE
-from llumlet.protocol import origin, owners, wire
+from llumlet.protocol import wire
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.origin import origin, owners
 from tests.frontend.conftest import llumlet_enabled
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of
 from tests.fuzz.hostile import anything, integers, texts

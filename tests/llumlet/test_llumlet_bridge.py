@@ -13,9 +13,9 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.plan import Method
-from llumlet.protocol.selection import ALL, Order, Rule, Unit
-from llumlet.protocol.source import State
+from llumlet.protocol.move.plan import Method
+from llumlet.protocol.move.selection import ALL, Order, Rule, Unit
+from llumlet.protocol.move.source import State
 
 
 def test_every_word_has_a_number() -> None:

@@ -24,7 +24,7 @@ from llumlet.contract.types import (
     word,
 )
 from llumlet.protocol.errors import Reason as EngineReason
-from llumlet.protocol.selection import Order
+from llumlet.protocol.move.selection import Order
 
 ROOT = Path(llumlet.__file__).resolve().parents[1]
 GENERATED = ("llumlet_pb2.py", "llumlet_pb2.pyi", "llumlet_pb2_grpc.py", "llumlet_pb2_grpc.pyi")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from llumlet.contract.types import MigrateEvent, MigrateRequest, MovePhase, Reason
-from llumlet.protocol.limits import Limits
+from llumlet.protocol.move.limits import Limits
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.config import LoadTarget
 from llumsim.clock import VirtualLoop

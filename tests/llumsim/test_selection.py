@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from llumlet.contract.bridge import rule_of
 from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, MigrationType
-from llumlet.protocol import selection
 from llumlet.protocol.ids import RequestId
-from llumlet.protocol.selection import ALL, Order, Rule, Unit
+from llumlet.protocol.move import selection
+from llumlet.protocol.move.selection import ALL, Order, Rule, Unit
 from llumsim.engine.requests import EngineRequest, Phase
 from llumsim.engine.step_model import EngineConfig
 from llumsim.moves.llumlets import Llumlet

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An account of who holds each block of an engine. Nothing happens in it that `llumlet.protocol.ledger` calls a fault.
+"""An account of who holds each block of an engine. A fault of `protocol.move.ledger` raises.
 
 Such a change raises `LocalProtocolError`, with the ledger unchanged.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from llumlet.protocol.errors import LocalProtocolError
-from llumlet.protocol.ledger import BlockOwner, audit
+from llumlet.protocol.move.ledger import BlockOwner, audit
 
 
 class Ledger:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from llumlet.protocol.errors import LocalProtocolError, Reason, Refused
 from llumlet.protocol.ids import MigrationId, RequestId
-from llumlet.protocol.ledger import BlockOwner, audit
-from llumlet.protocol.limits import Limits, Slots
-from llumlet.protocol.selection import ALL, Candidate, Order, Rule, Unit, parse_rule, select
+from llumlet.protocol.move.ledger import BlockOwner, audit
+from llumlet.protocol.move.limits import Limits, Slots
+from llumlet.protocol.move.selection import ALL, Candidate, Order, Rule, Unit, parse_rule, select
 from tests.protocol.ledger import Ledger
 
 RUNNING = [("a", 500), ("b", 100), ("c", 900), ("d", 100)]

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llumlet.protocol import adoption, claim, rescue
-from llumlet.protocol.adoption import Adoption, require_former
-from llumlet.protocol.claim import LEASE, LEASE_SECONDS, Claim
 from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.errors import LocalProtocolError, Reason, Refused
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine
-from llumlet.protocol.rescue import CLAIM_SECONDS, PULL_SECONDS, Rescue
+from llumlet.protocol.recovery import adoption, claim, rescue
+from llumlet.protocol.recovery.adoption import Adoption, require_former
+from llumlet.protocol.recovery.claim import LEASE, LEASE_SECONDS, Claim
+from llumlet.protocol.recovery.rescue import CLAIM_SECONDS, PULL_SECONDS, Rescue
 
 BLOCK_SIZE = 16
 

@@ -35,7 +35,7 @@ def test_old_part_is_noticed_and_replaced(tmp_path: Path) -> None:
 def test_the_protocol_is_pure() -> None:
     """No I/O, no clock, no chance, nothing of vLLM: what decides can be run anywhere, and twice."""
     allowed = {"__future__", "collections", "dataclasses", "enum", "hashlib", "math", "typing", "msgspec", "llumlet"}
-    for path in Path(protocol.__file__).parent.glob("*.py"):
+    for path in Path(protocol.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules: list[str] = []
             if isinstance(node, ast.Import):

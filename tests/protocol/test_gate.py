@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from llumlet.protocol.gate import MAX_BARRED, Arrival, Gate
 from llumlet.protocol.ids import HOME, Epoch
+from llumlet.protocol.origin.gate import MAX_BARRED, Arrival, Gate
 
 
 def arrival(epoch: Epoch, base: int, first: int, count: int = 1) -> Arrival:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from llumlet.protocol import wire
-from llumlet.protocol.gate import Arrival, Gate
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.inputs import SendPart
-from llumlet.protocol.origin import Deliver, Fail, OriginEffect, Send
-from llumlet.protocol.parts import Input
-from llumlet.protocol.streams import Part, Stream
+from llumlet.protocol.origin.gate import Arrival, Gate
+from llumlet.protocol.origin.inputs import SendPart
+from llumlet.protocol.origin.origin import Deliver, Fail, OriginEffect, Send
+from llumlet.protocol.origin.parts import Input
+from llumlet.protocol.origin.streams import Part, Stream
 from tests.protocol.test_origin import Bench, Output
 
 STOPPED = 0

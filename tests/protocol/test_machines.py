@@ -9,20 +9,23 @@ from typing import Any, get_args
 
 import pytest
 
-from llumlet.protocol import adoption, claim, destination, effects, events, replay, replay_words, rescue, source
+from llumlet.protocol import effects, events
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
-from llumlet.protocol.adoption import Adoption
-from llumlet.protocol.claim import Claim
-from llumlet.protocol.destination import Destination
 from llumlet.protocol.errors import LocalProtocolError, Reason
 from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine
-from llumlet.protocol.plan import Method, Plan, Terms
-from llumlet.protocol.replay import Replay
-from llumlet.protocol.rescue import Rescue
-from llumlet.protocol.source import Source
+from llumlet.protocol.move import destination, source
+from llumlet.protocol.move.destination import Destination
+from llumlet.protocol.move.plan import Method, Plan, Terms
+from llumlet.protocol.move.source import Source
+from llumlet.protocol.origin import replay, replay_words
+from llumlet.protocol.origin.replay import Replay
+from llumlet.protocol.recovery import adoption, claim, rescue
+from llumlet.protocol.recovery.adoption import Adoption
+from llumlet.protocol.recovery.claim import Claim
+from llumlet.protocol.recovery.rescue import Rescue
 
 STATES: dict[type[Machine[Any, Any, Any]], type[enum.StrEnum]] = {
     Source: source.State,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from llumlet.protocol.destination import Destination
-from llumlet.protocol.gate import Gate
-from llumlet.protocol.source import Source
+from llumlet.protocol.move.destination import Destination
+from llumlet.protocol.move.source import Source
+from llumlet.protocol.origin.gate import Gate
 from tests.simulation import mutants
 
 from . import transcript

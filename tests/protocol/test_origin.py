@@ -7,14 +7,14 @@ import dataclasses
 
 import pytest
 
-from llumlet.protocol import replay_words as words
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
-from llumlet.protocol.owners import LOST_SECONDS
-from llumlet.protocol.placement import IN_FLIGHT
-from llumlet.protocol.replay import (
+from llumlet.protocol.origin import replay_words as words
+from llumlet.protocol.origin.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
+from llumlet.protocol.origin.owners import LOST_SECONDS
+from llumlet.protocol.origin.placement import IN_FLIGHT
+from llumlet.protocol.origin.replay import (
     CALL_SECONDS,
     COMPARE_SECONDS,
     MOST_COMPARED,
@@ -23,8 +23,8 @@ from llumlet.protocol.replay import (
     Replay,
     State,
 )
+from llumlet.protocol.origin.streams import GRACE_SECONDS, Stream
 from llumlet.protocol.steps import LastSteps, name_of
-from llumlet.protocol.streams import GRACE_SECONDS, Stream
 
 RAISED = Epoch(1, 0)
 DIGEST = "digest"

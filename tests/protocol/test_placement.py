@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from llumlet.protocol.placement import IN_FLIGHT, SENT_SECONDS, SHUN_SECONDS, Placement
+from llumlet.protocol.origin.placement import IN_FLIGHT, SENT_SECONDS, SHUN_SECONDS, Placement
 
 ENGINES = [f"10.0.0.{number}:7000" for number in range(8)]
 TOKENS = 1000

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from llumlet.protocol.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SECONDS, Shortages
+from llumlet.protocol.move.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SECONDS, Shortages
 
 
 @pytest.mark.parametrize(

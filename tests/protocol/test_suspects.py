@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from llumlet.protocol.owners import Owner
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.suspects import LONGER, TRIAL_TOKENS, Judgement, Suspects
 from llumlet.protocol.steps import UNKNOWN, LastSteps, name_of
-from llumlet.protocol.suspects import LONGER, TRIAL_TOKENS, Judgement, Suspects
 
 INNOCENT, SUSPECT, GUILTY = Judgement.INNOCENT, Judgement.SUSPECT, Judgement.GUILTY
 

@@ -36,10 +36,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llumlet.protocol.events import Call
-from llumlet.protocol.gate import Arrival, Gate
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.ledger import BlockOwner
-from llumlet.protocol.plan import Method
+from llumlet.protocol.move.ledger import BlockOwner
+from llumlet.protocol.move.plan import Method
+from llumlet.protocol.origin.gate import Arrival, Gate
 
 from .world import BLOCK_SIZE, REQUEST, Engine, Incoming, Message, Outgoing, World, cells_of
 

@@ -31,16 +31,16 @@ import msgspec
 
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
-from llumlet.protocol.destination import Destination
-from llumlet.protocol.destination import State as DestinationState
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Gone, Settlement
-from llumlet.protocol.gate import Arrival, Gate
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.ledger import BlockOwner
 from llumlet.protocol.machine import Machine
-from llumlet.protocol.plan import Method, Plan, Terms
-from llumlet.protocol.source import Source, State
+from llumlet.protocol.move.destination import Destination
+from llumlet.protocol.move.destination import State as DestinationState
+from llumlet.protocol.move.ledger import BlockOwner
+from llumlet.protocol.move.plan import Method, Plan, Terms
+from llumlet.protocol.move.source import Source, State
+from llumlet.protocol.origin.gate import Arrival, Gate
 from tests.protocol.ledger import Ledger
 
 BLOCK_SIZE = 4

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from llumlet.contract.types import Handover, Mode, MovePhase, SettleRequest
-from llumlet.protocol.replay import Replay
+from llumlet.protocol.origin.replay import Replay
 from tests.shells.circumstances import before_copies, hanging, slow_copies
 from tests.shells.cluster import MAX_TOKENS, SECONDS, Cluster, Stream, until
 from tests.shells.network import Kind

@@ -34,9 +34,9 @@ from llumlet.contract.client import LlumletClient
 from llumlet.contract.errors import LlumletCallFailed
 from llumlet.contract.types import MigrateRequest, MovePhase, MoveProgress
 from llumlet.process.addresses import Address
-from llumlet.protocol import origin, owners, replay, streams
-from llumlet.protocol.destination import State as DestinationState
-from llumlet.protocol.plan import Plan
+from llumlet.protocol.move.destination import State as DestinationState
+from llumlet.protocol.move.plan import Plan
+from llumlet.protocol.origin import origin, owners, replay, streams
 from llumsched.up.ports import free_ports
 from tests.frontend.fakes import close_client, new_client, request
 from tests.shells.engine import NO_MESSAGE, Engine, engine_config

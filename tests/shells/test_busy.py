@@ -17,8 +17,8 @@ from vllm.v1.request import Request
 
 from llumlet.contract.errors import LlumletError
 from llumlet.contract.types import AdoptRequest, Epoch, Reason
-from llumlet.protocol import streams
-from llumlet.protocol.placement import IN_FLIGHT
+from llumlet.protocol.origin import streams
+from llumlet.protocol.origin.placement import IN_FLIGHT
 from tests.frontend.fakes import request
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
 from tests.shells.circumstances import hanging, recorded, replays_only_at

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from llumlet.protocol import placement, replay
+from llumlet.protocol.origin import placement, replay
 from tests.shells.circumstances import recorded_requests, stopped
 from tests.shells.cluster import HURRIED, Cluster, Stream, cluster_of, retold
 from tests.shells.marks import MARKS

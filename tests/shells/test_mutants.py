@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from llumlet.protocol import rescue, streams
-from llumlet.protocol.gate import Arrival, Gate, Verdict
+from llumlet.protocol.origin import streams
+from llumlet.protocol.origin.gate import Arrival, Gate, Verdict
+from llumlet.protocol.recovery import rescue
 from tests.shells.cells import PLAY, company
 from tests.shells.cluster import cluster_of
 from tests.shells.marks import MARKS

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from llumlet.contract.types import MovePhase, Reason
-from llumlet.protocol import streams
+from llumlet.protocol.origin import streams
 from tests.shells.cells import company
 from tests.shells.circumstances import recorded, replays_only_at
 from tests.shells.cluster import Cluster, Stream, cluster_of, retold, until

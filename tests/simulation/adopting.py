@@ -12,18 +12,18 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from llumlet.protocol import adoption, claim, rescue
 from llumlet.protocol import events as ev
-from llumlet.protocol import replay_words as words
-from llumlet.protocol.adoption import Adoption, Life, require_former
-from llumlet.protocol.claim import Claim
 from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Gone, Settlement
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.ledger import BlockOwner
-from llumlet.protocol.rescue import Rescue
-from llumlet.protocol.trials import Trials
+from llumlet.protocol.move.ledger import BlockOwner
+from llumlet.protocol.origin import replay_words as words
+from llumlet.protocol.recovery import adoption, claim, rescue
+from llumlet.protocol.recovery.adoption import Adoption, Life, require_former
+from llumlet.protocol.recovery.claim import Claim
+from llumlet.protocol.recovery.rescue import Rescue
+from llumlet.protocol.recovery.trials import Trials
 from tests.protocol.world import BLOCK_SIZE, NOTHING, Engine, Message, Request, Row, World, cells_of
 
 ORIGIN = "O"

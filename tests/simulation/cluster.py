@@ -16,8 +16,8 @@ from typing import Any
 from llumlet.protocol import effects as do
 from llumlet.protocol import wire
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.ledger import BlockOwner
-from llumlet.protocol.replay import REPLAY_SECONDS
+from llumlet.protocol.move.ledger import BlockOwner
+from llumlet.protocol.origin.replay import REPLAY_SECONDS
 from tests.protocol.world import Engine, Message, Outgoing
 from tests.simulation.adopting import CALLS, MESSAGES, ORIGIN, Attempt, Desk
 from tests.simulation.serving import Finish, HomeWord, Serving, Waiting

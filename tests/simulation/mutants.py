@@ -7,20 +7,20 @@ from typing import Any
 
 import msgspec
 
-from llumlet.protocol import claim, rescue
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
-from llumlet.protocol import replay_words as words
-from llumlet.protocol.claim import Claim
-from llumlet.protocol.destination import Destination
 from llumlet.protocol.effects import Effect
-from llumlet.protocol.gate import Arrival, Gate, Verdict
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine, install, rows
-from llumlet.protocol.owners import Owner
-from llumlet.protocol.replay import Replay
-from llumlet.protocol.rescue import Rescue
-from llumlet.protocol.source import Source, State
+from llumlet.protocol.move.destination import Destination
+from llumlet.protocol.move.source import Source, State
+from llumlet.protocol.origin import replay_words as words
+from llumlet.protocol.origin.gate import Arrival, Gate, Verdict
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.replay import Replay
+from llumlet.protocol.recovery import claim, rescue
+from llumlet.protocol.recovery.claim import Claim
+from llumlet.protocol.recovery.rescue import Rescue
 
 
 class NaiveGate(Gate):

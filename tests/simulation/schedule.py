@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llumlet.protocol.claim import LEASE_SECONDS
 from llumlet.protocol.events import Call
-from llumlet.protocol.plan import Method
+from llumlet.protocol.move.plan import Method
+from llumlet.protocol.recovery.claim import LEASE_SECONDS
 
 from .adopting import Attempt
 from .cluster import HUNG_S, RELAY, Cluster

@@ -16,15 +16,15 @@ import enum
 import itertools
 from typing import Any
 
-from llumlet.protocol import replay_words as words
 from llumlet.protocol import wire
-from llumlet.protocol.gate import Gate
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
-from llumlet.protocol.owners import Owner
-from llumlet.protocol.replay import Replay
+from llumlet.protocol.origin import replay_words as words
+from llumlet.protocol.origin.gate import Gate
+from llumlet.protocol.origin.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.replay import Replay
+from llumlet.protocol.origin.streams import Part, Stream
 from llumlet.protocol.steps import LastSteps, name_of
-from llumlet.protocol.streams import Part, Stream
 from tests.protocol.world import Client, Engine, Message, Request, cell, cells_of
 from tests.simulation.adopting import ORIGIN, Adopting, Holder
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from llumlet.protocol import effects as do
-from llumlet.protocol import streams
-from llumlet.protocol.destination import State as DestinationState
-from llumlet.protocol.gate import Gate
-from llumlet.protocol.owners import Owner
-from llumlet.protocol.replay import Replay
-from llumlet.protocol.streams import Orphan, Stream
+from llumlet.protocol.move.destination import State as DestinationState
+from llumlet.protocol.origin import streams
+from llumlet.protocol.origin.gate import Gate
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.replay import Replay
+from llumlet.protocol.origin.streams import Orphan, Stream
 from tests.protocol.world import NOTHING, Incoming, Outgoing, Row
 
 from . import mutants

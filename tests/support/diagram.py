@@ -18,15 +18,15 @@ from typing import Any
 
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
-from llumlet.protocol.adoption import Adoption
-from llumlet.protocol.claim import Claim
-from llumlet.protocol.destination import Destination
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine, Row
-from llumlet.protocol.plan import Method, Plan, Terms
-from llumlet.protocol.replay import Replay
-from llumlet.protocol.rescue import Rescue
-from llumlet.protocol.source import Source
+from llumlet.protocol.move.destination import Destination
+from llumlet.protocol.move.plan import Method, Plan, Terms
+from llumlet.protocol.move.source import Source
+from llumlet.protocol.origin.replay import Replay
+from llumlet.protocol.recovery.adoption import Adoption
+from llumlet.protocol.recovery.claim import Claim
+from llumlet.protocol.recovery.rescue import Rescue
 from tests.support.parts import fill
 
 AnyRow = Row[enum.StrEnum]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose owner is lost, started again here by their origin: the shell of `llumlet.protocol.adoption`.
+"""Requests whose owner is lost, started again here by their origin: the shell of `llumlet.protocol.recovery.adoption`.
 
 Once the scheduler has it, it is an ordinary request of this engine: queued, its prompt and output prefilled in one go,
 its sampler where it was. If the former owner hangs where its KV cache can still be read, the cache is brought here, and
@@ -14,11 +14,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from llumlet.contract.bridge import epoch_of
 from llumlet.contract.types import AdoptRequest, AdoptResponse
-from llumlet.protocol import adoption as on
-from llumlet.protocol import rescue
-from llumlet.protocol.adoption import MAX_ADOPTING, Adoption, require_former
 from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.rescue import Rescue
+from llumlet.protocol.recovery import adoption as on
+from llumlet.protocol.recovery import rescue
+from llumlet.protocol.recovery.adoption import MAX_ADOPTING, Adoption, require_former
+from llumlet.protocol.recovery.rescue import Rescue
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.context import EngineContext

@@ -25,8 +25,8 @@ from llumlet.contract.server import RunningServer
 from llumlet.process.addresses import Address
 from llumlet.process.tasks import Tasks
 from llumlet.protocol import wire
-from llumlet.protocol.claim import LEASE_SECONDS
 from llumlet.protocol.errors import MigrationError, Reason, Refused
+from llumlet.protocol.recovery.claim import LEASE_SECONDS
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
 from vllm_llumnix.engine.aborts import Aborts

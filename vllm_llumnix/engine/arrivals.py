@@ -25,12 +25,12 @@ from llumlet.contract.types import (
     SettleResponse,
 )
 from llumlet.protocol import events as on
-from llumlet.protocol.destination import State
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Call, Settlement
 from llumlet.protocol.ids import MigrationId
-from llumlet.protocol.limits import Limits, Slots
-from llumlet.protocol.plan import Terms
+from llumlet.protocol.move.destination import State
+from llumlet.protocol.move.limits import Limits, Slots
+from llumlet.protocol.move.plan import Terms
 from vllm_llumnix import faults
 from vllm_llumnix.engine.block_rows import BlockRows
 from vllm_llumnix.engine.builder import RequestBuilder

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests taken from this engine while its loop is stuck in a model step, with their KV cache.
 
-The shell of `llumlet.protocol.claim`. Claims are made by the llumlet's thread, under a lock which the loop takes on its
+The shell of `protocol.recovery.claim`. Claims are made by the llumlet's thread, under a lock that the loop takes on its
 way out of the model, before vLLM does anything with what the model computed:
 
     loop     model_begins() ........ stuck ........ model_ended(): pins, ends silently
@@ -18,12 +18,12 @@ import threading
 
 from vllm.v1.request import RequestStatus
 
-from llumlet.protocol import claim as on
-from llumlet.protocol.claim import LEASE, Claim, ClaimEvent
 from llumlet.protocol.effects import ClearTimer
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.recovery import claim as on
+from llumlet.protocol.recovery.claim import LEASE, Claim, ClaimEvent
 from vllm_llumnix.engine.block_rows import ids_of
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.request_state import residence_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
-from llumlet.protocol.limits import Limits, Slots
-from llumlet.protocol.plan import Plan
+from llumlet.protocol.move.limits import Limits, Slots
+from llumlet.protocol.move.plan import Plan
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.handover_calls import Target
 from vllm_llumnix.engine.move_report import Report

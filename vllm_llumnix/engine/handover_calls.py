@@ -26,7 +26,7 @@ from llumlet.process.addresses import Address
 from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call
-from llumlet.protocol.plan import Plan
+from llumlet.protocol.move.plan import Plan
 
 logger = logging.getLogger("vllm.llumnix")
 

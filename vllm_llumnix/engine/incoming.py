@@ -25,11 +25,11 @@ from llumlet.contract.types import (
 )
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
-from llumlet.protocol.destination import Destination, State
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
 from llumlet.protocol.events import Call
 from llumlet.protocol.ids import MigrationId
-from llumlet.protocol.plan import Terms
+from llumlet.protocol.move.destination import Destination, State
+from llumlet.protocol.move.plan import Terms
 from vllm_llumnix import faults
 from vllm_llumnix.engine.admission import Admission
 from vllm_llumnix.engine.arriving import ArrivingBlocks

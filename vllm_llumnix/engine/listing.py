@@ -16,8 +16,8 @@ from llumlet.contract.types import (
 )
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, RequestId
-from llumlet.protocol.plan import Method
-from llumlet.protocol.selection import Candidate, select
+from llumlet.protocol.move.plan import Method
+from llumlet.protocol.move.selection import Candidate, select
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.incoming import IncomingMove

@@ -31,7 +31,7 @@ from vllm.v1.engine.core import DPEngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.trials import Trials
+from llumlet.protocol.recovery.trials import Trials
 from vllm_llumnix import faults
 from vllm_llumnix.engine.block_rows import BlockRows
 from vllm_llumnix.engine.pauses import CallOff, Pauses

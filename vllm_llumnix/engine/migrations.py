@@ -20,7 +20,7 @@ from llumlet.contract.types import (
 )
 from llumlet.process.addresses import Address
 from llumlet.protocol.errors import MigrationError, Reason, Refused
-from llumlet.protocol.plan import Plan
+from llumlet.protocol.move.plan import Plan
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.handover_calls import Target

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from llumlet.contract.bridge import MODES, PHASES, reason_number
 from llumlet.contract.types import Mode, MovePhase, MoveProgress
-from llumlet.protocol.source import Outcome, State
+from llumlet.protocol.move.source import Outcome, State
 from vllm_llumnix.engine.leaving import LeavingRequest
 from vllm_llumnix.engine.scheduler_port import FrozenRequest
 from vllm_llumnix.engine.way import Way

@@ -27,8 +27,8 @@ from llumlet.protocol import events as on
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
 from llumlet.protocol.events import Call, Gone
 from llumlet.protocol.ids import Epoch, MigrationId
-from llumlet.protocol.plan import Method, Plan
-from llumlet.protocol.source import Source, State
+from llumlet.protocol.move.plan import Method, Plan
+from llumlet.protocol.move.source import Source, State
 from vllm_llumnix import faults
 from vllm_llumnix.engine.block_rows import NULL_ID
 from vllm_llumnix.engine.context import EngineContext

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the KV cache of a request from an engine whose loop hangs: the shell of `llumlet.protocol.rescue`."""
+"""Brings the KV cache of a request from an engine whose loop hangs: the shell of `llumlet.protocol.recovery.rescue`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llumlet.contract.client import LlumletClient
 from llumlet.contract.errors import LlumletCallFailed
 from llumlet.contract.types import ClaimRequest, ClaimResponse, EndClaimRequest, Holder
 from llumlet.process.tasks import Tasks
-from llumlet.protocol import rescue as on
 from llumlet.protocol.errors import MigrationError
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.recovery import rescue as on
 from vllm_llumnix.engine.block_rows import NULL_ID, to_copy
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory

@@ -27,7 +27,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.ledger import audit
+from llumlet.protocol.move.ledger import audit
 from vllm_llumnix.engine.ageing import Ageing
 from vllm_llumnix.engine.block_rows import BlockRows, ids_of, present
 from vllm_llumnix.engine.cached_blocks import CachedBlocks

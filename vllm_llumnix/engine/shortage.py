@@ -2,7 +2,7 @@
 """Blocks that the coming step lacks, and who is left out of it for that. Loop thread only, but for the counts.
 
 vLLM preempts when a running request finds no block: the last of the batch loses its KV cache, and computes it again
-later. Where it is worth waiting for a move (`llumlet.protocol.shortage`), those that find none are left out of the step
+later. Where it is worth waiting for a move (`protocol.move.shortage`), those that find none are left out of the step
 instead, as frozen requests are; of vLLM's own step nothing else changes. Nobody waits for anything: each step asks
 anew. Who is left out keeps its blocks, and its next token is what it would have been.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from llumlet.protocol.shortage import Shortages
+from llumlet.protocol.move.shortage import Shortages
 from vllm_llumnix.engine.vllm_types import Request, Scheduler
 
 

@@ -16,7 +16,7 @@ from llumlet.contract.bridge import HEALTHS
 from llumlet.contract.coming_steps import coming_steps
 from llumlet.contract.types import InstanceStatus
 from llumlet.protocol import wire
-from llumlet.protocol.limits import Slots
+from llumlet.protocol.move.limits import Slots
 from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.context import EngineContext

@@ -12,7 +12,7 @@ import dataclasses
 from llumlet.contract.bridge import METHODS
 from llumlet.contract.types import Mode
 from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.plan import Method
+from llumlet.protocol.move.plan import Method
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.portability import why_not_portable
 from vllm_llumnix.engine.vllm_types import Request

@@ -14,8 +14,8 @@ from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnre
 from llumlet.contract.types import AbortRequest, AdoptRequest, CachedPrefixRequest
 from llumlet.process.credentials import Credentials
 from llumlet.process.tasks import Tasks
-from llumlet.protocol import replay_words as words
 from llumlet.protocol.errors import Refused
+from llumlet.protocol.origin import replay_words as words
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.kept_inputs import named_tokens

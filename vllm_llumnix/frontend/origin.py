@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell of `llumlet.protocol.origin`: the relay's socket, calls, timers, and the way into vLLM's queue.
+"""The shell of `llumlet.protocol.origin.origin`: the relay's socket, calls, timers, and the way into vLLM's queue.
 
 One in each of vLLM's engine clients, on its event loop; only `shutdown` and `engine_died` come from other threads.
 Between a gate and the queue nothing is awaited: two tasks receive, and a suspension there would swap tokens. So effects
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from llumlet.process.tasks import post
-from llumlet.protocol import replay_words as words
 from llumlet.protocol import wire
-from llumlet.protocol.inputs import SendPart
-from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
-from llumlet.protocol.owners import Owner
-from llumlet.protocol.parts import Input
-from llumlet.protocol.streams import Part, Stream
+from llumlet.protocol.origin import replay_words as words
+from llumlet.protocol.origin.inputs import SendPart
+from llumlet.protocol.origin.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.parts import Input
+from llumlet.protocol.origin.streams import Part, Stream
 from vllm_llumnix import step_record
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit

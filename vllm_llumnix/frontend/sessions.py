@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from llumlet.protocol import wire
-from llumlet.protocol.inputs import SendPart
-from llumlet.protocol.origin import Origin
+from llumlet.protocol.origin.inputs import SendPart
+from llumlet.protocol.origin.origin import Origin
 from vllm_llumnix.features_wire import MAX_INPUT_BYTES
 from vllm_llumnix.frontend.calls import state_of
 from vllm_llumnix.frontend.kept_inputs import why_not_kept

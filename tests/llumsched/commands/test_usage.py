@@ -11,7 +11,7 @@ from importlib import metadata
 import pytest
 
 from llumlet.contract.types import MigrationReqPolicy, MigrationType
-from llumlet.protocol.selection import Order
+from llumlet.protocol.move.selection import Order
 from llumsched.cli import main, prepare
 from llumsched.commands import COMMANDS, load
 from llumsched.commands.arguments import Output

@@ -13,7 +13,7 @@ import pytest
 
 from llumlet.process import setting_sources, settings
 from llumlet.process.setting_sources import Reading
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cli import prepare
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.commands import rescheduler

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llumlet.contract.types import Mode, RequestInfo
-from llumlet.protocol import selection as llumlet
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move import selection as llumlet
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 

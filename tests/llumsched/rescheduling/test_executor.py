@@ -12,7 +12,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from llumlet.contract.types import Reason
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.draft import Draft

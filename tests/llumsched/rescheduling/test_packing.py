@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.instance import Instance
 from llumsched.latency.fitting import Coefficients
 from llumsched.policy.reader import PolicyError

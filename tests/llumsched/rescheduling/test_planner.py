@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llumlet.contract.types import Health, InstanceStatus, Mode
-from llumlet.protocol.selection import ALL, Order, Unit
+from llumlet.protocol.move.selection import ALL, Order, Unit
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import InFlight

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llumlet.protocol.infer_type import InferType
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.policy.filters import FailoverFilter, FailoverMigrationSrcFilter, InferTypeFilter, StalenessFilter
 from llumsched.policy.metrics import METRICS
@@ -162,7 +162,7 @@ def test_all_files_are_read_before_their_faults_are_said(tmp_path: Path) -> None
 def test_selectors_of_pairs_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
 from llumlet.protocol.infer_type import InferType
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry
 
 from llumlet.contract.types import Health, InstanceMetadata, InstanceStatus
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.contract import Attained

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from llumlet.contract.types import Health, InstanceMetadata, InstanceStatus
 from llumlet.process.tasks import end
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.view import View
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records

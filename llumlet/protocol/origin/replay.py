@@ -5,9 +5,9 @@ The safety net under everything else: whatever became of the owner, the origin h
 Everybody who had the request is barred before a replay begins. Each attempt has an epoch of its own, so that one whose
 answer was lost cannot own the request beside a later one.
 
-All streams of a dead engine come here at once. `protocol.placement` spreads them, and lets a few at a time go to each
+All streams of a dead engine come here at once. `placement` spreads them, and lets a few at a time go to each
 engine: an attempt's time begins with its place. An engine that is at it shows that on the relay; it may take as long as
-a grammar does. What is given up is called off. A suspect waits for its turn to be tried (`protocol.suspects`).
+a grammar does. What is given up is called off. A suspect waits for its turn to be tried (`suspects`).
 
     WAITING       for its turn, which comes at once for who is no suspect
     COMPARING     a few engines say how much of it they have cached, for computing it again is what a replay costs
@@ -27,16 +27,16 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from llumlet.protocol import replay_words as w
 from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import HOME
 from llumlet.protocol.machine import Machine, install, rows, timer
-from llumlet.protocol.owners import Owner, Owners
-from llumlet.protocol.placement import Placement
-from llumlet.protocol.streams import Stream, Streams
-from llumlet.protocol.suspects import Suspects
+from llumlet.protocol.origin import replay_words as w
+from llumlet.protocol.origin.owners import Owner, Owners
+from llumlet.protocol.origin.placement import Placement
+from llumlet.protocol.origin.streams import Stream, Streams
+from llumlet.protocol.origin.suspects import Suspects
 from llumlet.protocol.wire import Health
 
 CALL_SECONDS = 5.0

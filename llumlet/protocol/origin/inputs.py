@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from llumlet.protocol.owners import Owner
-from llumlet.protocol.parts import Input
-from llumlet.protocol.streams import Stream, Streams
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.parts import Input
+from llumlet.protocol.origin.streams import Stream, Streams
 
 
 class SendPart(msgspec.Struct, frozen=True):

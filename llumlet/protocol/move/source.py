@@ -54,7 +54,7 @@ from llumlet.protocol.effects import Effect
 from llumlet.protocol.errors import LocalProtocolError, Reason
 from llumlet.protocol.events import Call, Gone
 from llumlet.protocol.machine import Machine, deadline, install, rows, timer
-from llumlet.protocol.plan import Method, Plan
+from llumlet.protocol.move.plan import Method, Plan
 
 LEASE = "lease"
 ASK = "ask"

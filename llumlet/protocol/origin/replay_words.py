@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a replay, and what it asks for: the alphabet of `protocol.replay`."""
+"""What happens to a replay, and what it asks for: the alphabet of `replay`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.owners import Owner
-from llumlet.protocol.streams import Stream
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.streams import Stream
 
 # Events
 

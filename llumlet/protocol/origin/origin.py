@@ -22,17 +22,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from llumlet.protocol import replay_words as words
 from llumlet.protocol import wire
 from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.inputs import Inputs, SendPart
-from llumlet.protocol.owners import PROBE_SECONDS, Owner, Owners
-from llumlet.protocol.placement import Placement
-from llumlet.protocol.replay import Around, Replay, State
-from llumlet.protocol.streams import Check, Complain, HomeOutput, Orphan, Part, Stream, Streams, TakenHome
-from llumlet.protocol.suspects import Judgement, ReadSteps, Suspects, steps_of
+from llumlet.protocol.origin import replay_words as words
+from llumlet.protocol.origin.inputs import Inputs, SendPart
+from llumlet.protocol.origin.owners import PROBE_SECONDS, Owner, Owners
+from llumlet.protocol.origin.placement import Placement
+from llumlet.protocol.origin.replay import Around, Replay, State
+from llumlet.protocol.origin.streams import Check, Complain, HomeOutput, Orphan, Part, Stream, Streams, TakenHome
+from llumlet.protocol.origin.suspects import Judgement, ReadSteps, Suspects, steps_of
 
 
 class Send(msgspec.Struct, frozen=True):

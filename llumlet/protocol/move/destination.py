@@ -48,7 +48,7 @@ from llumlet.protocol.effects import Effect
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Settlement
 from llumlet.protocol.machine import Machine, deadline, install, rows, timer
-from llumlet.protocol.plan import Terms
+from llumlet.protocol.move.plan import Terms
 
 LEASE = "lease"
 

@@ -25,7 +25,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Container
 
-from llumlet.protocol.owners import Owner
+from llumlet.protocol.origin.owners import Owner
 from llumlet.protocol.steps import UNKNOWN, LastSteps
 from llumlet.protocol.wire import Health
 

@@ -3,11 +3,11 @@
 
 Every generation request has a `Stream` from before it is sent to its engine until it ends. As long as the request has
 not moved, a stream is a counter: the home engine's path has no index, so its tokens are counted here, where the client
-receives them. The first word about the request on the relay turns the counter into a gate (`protocol.gate`), and from
+receives them. The first word about the request on the relay turns the counter into a gate (`gate`), and from
 then on both paths go through it.
 
 Each stream keeps what was delivered of its request: should its owner be lost, that is what another engine starts from
-(`protocol.replay`). `orphans` says which streams have lost theirs.
+(`replay`). `orphans` says which streams have lost theirs.
 
 Whoever calls enqueues what is released before anything else happens, so that the gate's order is the queue's order.
 
@@ -23,10 +23,10 @@ from typing import Protocol
 
 from llumlet.protocol import wire
 from llumlet.protocol.errors import RemoteProtocolError
-from llumlet.protocol.gate import Arrival, Delivery, Gate
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.owners import Owner
-from llumlet.protocol.parts import Input
+from llumlet.protocol.origin.gate import Arrival, Delivery, Gate
+from llumlet.protocol.origin.owners import Owner
+from llumlet.protocol.origin.parts import Input
 
 GAP_SECONDS = 1.0
 """How long tokens may be missing while later ones are here."""

@@ -20,17 +20,17 @@ from llumlet.process.standard_streams import UNWRITTEN, guarded
 from vllm_llumnix import __version__, doctor
 from vllm_llumnix.doctor import Check, Level
 from vllm_llumnix.errors import PatchError
-from vllm_llumnix.patching import contract, disk, rebase
+from vllm_llumnix.patching import contract, disk
 from vllm_llumnix.patching.contract import Kept
 from vllm_llumnix.patching.installed import FileState, Installed, examine, find_vllm
-from vllm_llumnix.patching.release import Release, open_release, reader_of
+from vllm_llumnix.patching.release import open_release, reader_of
 from vllm_llumnix.patching.seam import absent
 from vllm_llumnix.patching.series import Patch, Series, available, directory_of, load, root
 from vllm_llumnix.seams import ALL
 
 _EPILOG = """exit codes:
   0  done; check, doctor: nothing stands against --enable-llumlet, which needs no optional part
-  1  the series does not fit, or a check failed: the output says what to do; rebase: nothing is written
+  1  the series does not fit, or a check failed: the output says what to do
   2  the command line is wrong
   7  the output could not be written
 """
@@ -94,16 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     seams = _add(verbs, "seams", "list the attributes of vLLM that are wrapped or set at run time", _seams)
     seams.add_argument(
         "release", type=Path, nargs="?", metavar="WHEEL", help="wheel of vLLM (default: the installed vLLM)"
-    )
-    again = _add(verbs, "rebase", "write the series again, for another release of vLLM", _rebase)
-    again.add_argument("release", type=Path, metavar="WHEEL", help="a wheel of vLLM, or a directory that holds `vllm`")
-    again.add_argument("--series", type=Path, metavar="DIR", help="series to start from (default: the newest)")
-    again.add_argument("--into", type=Path, metavar="DIR", help="directory to write to (default: beside the others)")
-    again.add_argument(
-        "--before",
-        type=Path,
-        metavar="WHEEL",
-        help="wheel of the vLLM of that series (default: the installed one, if it fits)",
     )
     return parser
 
@@ -217,30 +207,6 @@ def _seams(args: argparse.Namespace) -> ExitCode:
         _console().print(table)
         print("\n".join(f"missing: {row.name} ({row.path})" for row in missing) or f"all {len(ALL)} are there")
     return ExitCode.PROBLEM if missing else ExitCode.OK
-
-
-def _rebase(args: argparse.Namespace) -> ExitCode:
-    release = open_release(args.release)
-    source = rebase.require_series(args.series or directory_of(available()[-1]))
-    target = args.into or directory_of(release.version)
-    report = rebase.rebase(source, release, target, _before(args, source))
-    if args.json:
-        _print_json(asdict(report) | {"written": report.written and str(report.written)})
-    else:
-        print("\n".join(rebase.describe(report, source)))
-        for row in absent(ALL, release.text_or_nothing):
-            print(f"missing: {row.name} ({row.path}), {row.kind} at run time: {row.why}")
-    return ExitCode.OK if report.written else ExitCode.PROBLEM
-
-
-def _before(args: argparse.Namespace, source: Path) -> Release | None:
-    """The files that the series was made for, if they are at hand."""
-    if args.before is not None:
-        return open_release(args.before)
-    found = examine(find_vllm())
-    if found.problem is not None or found.series is None or found.series.version != contract.load(source).version:
-        return None
-    return found.as_released()
 
 
 def _report(args: argparse.Namespace, paths: list[str], verb: str, nothing: str) -> ExitCode:

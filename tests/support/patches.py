@@ -41,7 +41,7 @@ named in a warning; one of the short list, or one that is gone, ends the start. 
     vllm-llumnix patch export DIR    # patched copies of vLLM's files, and the series as one diff
     vllm-llumnix patch contract      # the functions that differ from the contract
     vllm-llumnix patch seams         # what is wrapped or set at run time, and whether this vLLM has it
-    vllm-llumnix patch rebase WHEEL  # the series for another release, and what there is to read in that
+    python -m tests.patching.rebase WHEEL  # in a checkout: write the series for another release of vLLM
 """
 
 

@@ -10,7 +10,6 @@
     importer.py   the series applied in memory while vLLM's modules are imported; loader.py: its part
     state.py      whether that was so in this process
     disk.py       the series applied to, and taken from, files on disk
-    rebase.py     a series and its contract written again for another release, and what there is to read in that
 
 A series is made for exactly these bytes: `BASE` holds a hash of each file before and after it. It serves every vLLM
 that has them, whatever its version. Anything else is left as it is, unless `--llumlet-adapt` was given and it fits word

@@ -166,26 +166,13 @@ def _rows_of(path: str) -> list[Reliance]:
 
 def digests(data: bytes) -> dict[str, str]:
     """The hash of each top-level function and class, and of each method, by name. Nothing for what is not Python."""
-    return {name: _digest(nodes) for name, nodes in _definitions(data).items()}
-
-
-def source_of(text: str, name: str) -> list[str] | None:
-    """The lines of a definition, decorators included; None if it is not there."""
-    nodes = _definitions(text.encode()).get(name)
-    if nodes is None:
-        return None
-    lines = text.splitlines(keepends=True)
-    taken: list[str] = []
-    for node in nodes:
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        taken += lines[first - 1 : node.end_lineno]
-    return taken
+    return {name: _digest(nodes) for name, nodes in definitions(data).items()}
 
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def _definitions(data: bytes) -> dict[str, list[_Definition]]:
+def definitions(data: bytes) -> dict[str, list[_Definition]]:
     """Several of one name: overloads, or the parts of a property."""
     try:
         tree = ast.parse(data)

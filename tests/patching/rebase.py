@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A series written again, for another release of vLLM or after one of its patches was edited; and what to read of that
-release: the functions that the engine side counts on and that have changed.
+"""Write a patch series again for another release of vLLM, or after one of its patches was edited.
 
-Each hunk is looked for by its text, which must be in the file exactly once. The new patches have the right line
-numbers, and BASE and CONTRACT the new hashes. If a hunk is missing or there twice, or a function is gone, nothing is
-written: somebody has to read that code.
+    python -m tests.patching.rebase WHEEL      # or a directory that holds `vllm`
+
+Each hunk is searched by its text, which must be in the file exactly once. The new patches have the right line numbers,
+and BASE and CONTRACT the new hashes. The output also lists the functions on which the engine side relies and that have
+changed in that release. If a hunk does not fit or a function is gone, nothing is written and the exit code is 1: read
+that code first.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_llumnix.errors import PatchError
 from vllm_llumnix.patching import contract
 from vllm_llumnix.patching.diff import Hunk
-from vllm_llumnix.patching.release import Release
+from vllm_llumnix.patching.installed import examine, find_vllm
+from vllm_llumnix.patching.release import Release, open_release
 from vllm_llumnix.patching.relied_on import RELIED_ON
-from vllm_llumnix.patching.series import listed, misfit, parse_patch, sha256, unified_diff
+from vllm_llumnix.patching.seam import absent
+from vllm_llumnix.patching.series import available, directory_of, listed, misfit, parse_patch, sha256, unified_diff
+from vllm_llumnix.seams import ALL
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A hunk that is not in the file exactly once. `nearest`: where most of its lines are, as numbered lines."""
+    """A hunk that is not in the file exactly once. `nearest`: the numbered lines that resemble it most."""
 
     patch: str
     path: str
@@ -38,7 +44,7 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A function that the engine side counts on and that is another one now. `diff` is empty if it is not known."""
+    """A function that the engine side relies on and that has changed. `diff` is empty without the old files."""
 
     path: str
     name: str
@@ -50,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`written` is None if something stands against the new series."""
+    """The outcome. `written` is None if the new series was not written."""
 
     version: str
     written: Path | None
@@ -66,10 +72,9 @@ class Report:
 def rebase(source: Path, release: Release, target: Path, before: Release | None = None) -> Report:
     """Write the series in `source` to `target`, for `release`. The hashes and line numbers of `source` are not used.
 
-    `before` has the files that `source` was made for; without it changed functions are named, and not shown. The order
-    of the report's changes is that in which they are best read.
-
-    Raises PatchError for a series or a release that cannot be read.
+    `before` has the files that `source` was made for; without it changed functions are named without their diffs. The
+    report lists changes in the order in which they are best read. Raises PatchError for a series or a release that
+    cannot be read.
     """
     originals: dict[str, str] = {}
     texts: dict[str, str] = {}
@@ -103,7 +108,7 @@ def rebase(source: Path, release: Release, target: Path, before: Release | None 
 
 
 def review(release: Release, before: Release | None, signed: contract.Contract) -> list[Change]:
-    """The functions that are not what `signed` says: gone ones first, then those that refuse."""
+    """Compare the release with the contract `signed`: functions that are gone first, then those that refuse."""
     expected = {(function.path, function.name): function.digest for function in signed.functions}
     changes = []
     for path in sorted({row.path for row in RELIED_ON}):
@@ -118,15 +123,28 @@ def review(release: Release, before: Release | None, signed: contract.Contract) 
 
 
 def _diff(path: str, name: str, before: Release | None, after: str) -> list[str]:
-    old = contract.source_of(before.text_or_nothing(path), name) if before is not None else None
+    old = _source_of(before.text_or_nothing(path), name) if before is not None else None
     if old is None:
         return []
-    new = contract.source_of(after, name) or []
+    new = _source_of(after, name) or []
     return list(difflib.unified_diff(old, new, f"a/{path} {name}", f"b/{path} {name}"))
 
 
+def _source_of(text: str, name: str) -> list[str] | None:
+    """The lines of a definition with its decorators; None if the text does not have it."""
+    nodes = contract.definitions(text.encode()).get(name)
+    if nodes is None:
+        return None
+    lines = text.splitlines(keepends=True)
+    taken: list[str] = []
+    for node in nodes:
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        taken += lines[first - 1 : node.end_lineno]
+    return taken
+
+
 def _nearest(text: str, hunk: Hunk) -> list[tuple[int, str]]:
-    """The lines of the file around where most of the hunk's lines are; nothing if none of them is there."""
+    """The lines of the file that hold most of the hunk's lines, with three around them; empty if none is there."""
     lines, wanted = text.split("\n"), {line for line in hunk.before if line.strip()}
     hits = [line in wanted for line in lines]
     count = sum(hits[: len(hunk.before)])
@@ -142,7 +160,7 @@ def _nearest(text: str, hunk: Hunk) -> list[tuple[int, str]]:
 
 
 def describe(report: Report, source: Path) -> Iterator[str]:
-    """The report, line by line."""
+    """Report line by line, for a person."""
     for one in report.misfits:
         yield f"does not fit: {one}"
         yield from (f"    patch  {line}" for line in one.hunk.before)
@@ -170,3 +188,36 @@ def require_series(directory: Path) -> Path:
     if not (directory / "series").is_file():
         raise PatchError(f"{directory} holds no patch series: a directory such as patches/v0.33.0 is expected")
     return directory
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 1 if nothing was written."""
+    parser = argparse.ArgumentParser("python -m tests.patching.rebase", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("release", type=Path, metavar="WHEEL", help="a wheel of vLLM, or a directory that holds `vllm`")
+    parser.add_argument("--series", type=Path, metavar="DIR", help="the series to start from (default: the newest)")
+    parser.add_argument("--into", type=Path, metavar="DIR", help="directory to write to (default: patches/vVERSION)")
+    parser.add_argument("--before", type=Path, metavar="WHEEL", help="vLLM of the old series (default: the installed)")
+    args = parser.parse_args(argv)
+    try:
+        release = open_release(args.release)
+        source = require_series(args.series or directory_of(available()[-1]))
+        before = open_release(args.before) if args.before is not None else _installed(source)
+        report = rebase(source, release, args.into or directory_of(release.version), before)
+    except PatchError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    print("\n".join(describe(report, source)))
+    for row in absent(ALL, release.text_or_nothing):
+        print(f"missing: {row.name} ({row.path}), {row.kind} at run time: {row.why}")
+    return 0 if report.written else 1
+
+
+def _installed(source: Path) -> Release | None:
+    """The installed vLLM, if the series in `source` was made for it."""
+    found = examine(find_vllm())
+    if found.problem is not None or found.series is None or found.series.version != contract.load(source).version:
+        return None
+    return found.as_released()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -86,11 +86,9 @@ class Passing(Attempts):
 
     async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
         self._record.is_streamed = True
-        rest = b""
+        cutter = sse.EventCutter()
         while data := await answer.read():
-            rest += data
-            end = events.end_of_events(rest)
-            chunk, rest = rest[:end], rest[end:]
+            chunk = cutter.feed(data)
             if chunk and (not self._last or chunk.startswith(b":")) and not events.has_event(chunk):
                 call.heard()
                 await self._write(chunk, call, is_event=False)
@@ -110,6 +108,7 @@ class Passing(Attempts):
                 await self._write(self._renamed(chunk, placed.backend), call)
         if not answer.is_delimited and not _LAST.search(self._last):
             raise StreamLost(f"{placed.backend} ended the stream early")
+        rest = cutter.rest
         if not self._last:
             await self._write(self._renamed(rest, placed.backend), call)
             rest = b""

@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from llumsched.gateway import ends
+from llumsched.gateway.errors import StreamLost
 from llumsched.gateway.events import end_of_events, has_event, payload, split
 from llumsched.gateway.paths import Style
 
@@ -27,6 +28,11 @@ _MARKS = re.compile(rb'"(finish_reason|reasoning|reasoning_content)"\s*:\s*"|"(t
 _TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)"\s*:\s*"(?!")')
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _NUMBERS = msgspec.json.Decoder(list[int])
+
+MOST_EVENT_BYTES: Final = 64 << 20
+"""Longest event of an engine. Log probabilities of an echoed prompt are tens of megabytes."""
+_LINE_END_BYTES: Final = 2
+"""Longest line end: so many bytes of an unfinished event may be the first half of its end."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -40,6 +46,41 @@ class Usage(NamedTuple):
     num_output: int = 0
     num_cached: int = 0
     """Prompt tokens that were in the engine's prefix cache."""
+
+
+class EventCutter:
+    """Cuts a stream into whole events. It scans each byte once, in however many reads an event comes."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+        self._tail = b""
+
+    @property
+    def rest(self) -> bytes:
+        """The beginning of the event that is not whole yet."""
+        return b"".join(self._parts)
+
+    def feed(self, data: bytes) -> bytes:
+        """The events that are whole now. Raises StreamLost if one has more than `MOST_EVENT_BYTES`."""
+        end = end_of_events(self._tail + data if self._tail else data) - len(self._tail)
+        if end <= 0:
+            self._keep(data, self._tail)
+            return b""
+        whole = data if end == len(data) else data[:end]
+        if self._parts:
+            whole = b"".join((*self._parts, whole))
+            self._parts, self._num_bytes, self._tail = [], 0, b""
+        if end < len(data):
+            self._keep(data[end:])
+        return whole
+
+    def _keep(self, data: bytes, before: bytes = b"") -> None:
+        self._parts.append(data)
+        self._num_bytes += len(data)
+        self._tail = (before + data[-_LINE_END_BYTES:])[-_LINE_END_BYTES:]
+        if self._num_bytes > MOST_EVENT_BYTES:
+            raise StreamLost(f"an event has more than {MOST_EVENT_BYTES >> 20} MiB")
 
 
 @dataclass(eq=False, slots=True)
@@ -75,19 +116,13 @@ class EventStream:
     """How the engine itself ended the stream."""
     failure: bytes = b""
     """The event that says so, and what came after it; not among what `feed` returned."""
-    _rest: bytes = b""
+    _cutter: EventCutter = field(default_factory=EventCutter)
 
     def feed(self, data: bytes) -> bytes:
-        """Bytes that the client gets of it now."""
-        if self._rest:
-            data = self._rest + data
-        end = end_of_events(data)
-        if end != len(data):
-            self._rest, data = data[end:], data[:end]
-            if not data:
-                return data
-        else:
-            self._rest = b""
+        """Bytes that the client gets of it now. Raises StreamLost for an event that is too long."""
+        data = self._cutter.feed(data)
+        if not data:
+            return data
         is_told = ends.tells_finish(data)
         if (is_told or b"error" in data) and (ended := ends.in_events(data, Style.OPENAI)):
             self.end, self.failure, data = ended.end, data[ended.at :], data[: ended.at]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ STEP_US = "3000"
 
 
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
-    yield environment.make(tmp_path_factory.mktemp("fake-gpu"))
-    environment.forget_the_dead()
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return environment.make(tmp_path_factory.mktemp("fake-gpu"))
 
 
 def run(fake: Environment, *arguments: str, timeout_s: float, **more: str) -> tuple[dict[str, Any], str]:

@@ -13,6 +13,7 @@ the copy kernel behind its entry on the host; so KV blocks are copied rightly, a
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -39,11 +40,7 @@ class Environment:
 
 def make(directory: Path) -> Environment:
     """An environment whose copy of this tree and fake libraries are in `directory`. Raises CalledProcessError."""
-    packages = cache_root() / f"fake-gpu-torch-{TORCH}-vllm-{VLLM}"
-    if not (packages / "ready").exists():
-        shutil.rmtree(packages, ignore_errors=True)
-        _install(packages)
-        (packages / "ready").touch()
+    packages = _packages()
     python = packages / "bin" / "python"
     site = Path(sysconfig.get_path("purelib", vars={"base": str(packages)}))
     toolkit = site / "nvidia" / "cu13"
@@ -65,12 +62,17 @@ def make(directory: Path) -> Environment:
     return Environment(python, root, variables)
 
 
-def forget_the_dead() -> None:
-    """Give back the fake device memory of processes that were killed."""
-    for memory in Path("/dev/shm").glob("fake-gpu-*"):
-        pid = memory.name.split("-")[2]
-        if not Path("/proc", pid).exists():
-            memory.unlink(missing_ok=True)
+def _packages() -> Path:
+    """The environment in the cache. A second process waits until the first has made it."""
+    packages = cache_root() / f"fake-gpu-torch-{TORCH}-vllm-{VLLM}"
+    packages.parent.mkdir(parents=True, exist_ok=True)
+    with Path(f"{packages}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (packages / "ready").exists():
+            shutil.rmtree(packages, ignore_errors=True)
+            _install(packages)
+            (packages / "ready").touch()
+    return packages
 
 
 def _install(directory: Path) -> None:

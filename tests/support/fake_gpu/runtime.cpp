@@ -27,11 +27,10 @@ namespace {
 
 constexpr size_t kGranularity = 2 << 20;
 constexpr size_t kReserved = 1ull << 30;  // by a driver that is none
-const char kPrefix[] = "/fake-gpu-";      // of the names of device memory; the creator's pid and a number follow
 
 struct Memory {
   size_t bytes;
-  std::string name;  // of shared memory that this process has made
+  int descriptor;  // of device memory that this process has made; otherwise -1
   bool on_device;
 };
 
@@ -39,7 +38,6 @@ std::recursive_mutex lock;
 std::map<uintptr_t, Memory> memories;  // by their first address
 std::set<void*> capturing;
 size_t used = 0;
-std::atomic<unsigned long long> number{1};
 thread_local int current_device = 0;
 
 using Locked = std::lock_guard<std::recursive_mutex>;
@@ -54,15 +52,9 @@ size_t total() {
   return bytes;
 }
 
-void forget_all() {
-  for (const auto& entry : memories)
-    if (!entry.second.name.empty()) shm_unlink(entry.second.name.c_str());
-}
-
 void* mapped(int descriptor, size_t bytes) {
   const int private_too = descriptor < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED | MAP_NORESERVE;
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, private_too, descriptor, 0);
-  if (descriptor >= 0) close(descriptor);
   return at == MAP_FAILED ? nullptr : at;
 }
 
@@ -80,8 +72,8 @@ cudaError_t let_go(void* pointer) {
   auto found = memories.find(reinterpret_cast<uintptr_t>(pointer));
   if (found == memories.end()) return cudaSuccess;
   munmap(pointer, found->second.bytes);
-  if (!found->second.name.empty()) {
-    shm_unlink(found->second.name.c_str());
+  if (found->second.descriptor >= 0) {
+    close(found->second.descriptor);
     used -= found->second.bytes;
   }
   memories.erase(found);
@@ -105,19 +97,17 @@ double milliseconds() {
 
 API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   Locked locked(lock);
-  static const int at_exit = atexit(forget_all);
-  (void)at_exit;
   *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;
   bytes = (bytes + kGranularity - 1) / kGranularity * kGranularity;
   if (used + bytes > total()) return cudaErrorMemoryAllocation;
-  const std::string name = kPrefix + std::to_string(getpid()) + "-" + std::to_string(number++);
-  const int descriptor = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
+  // Memory without a name: the kernel frees it with the last process that has it, however that ends.
+  const int descriptor = memfd_create("fake-gpu", MFD_CLOEXEC);
   if (descriptor < 0 || ftruncate(descriptor, bytes)) return cudaErrorMemoryAllocation;
   *pointer = mapped(descriptor, bytes);
   if (*pointer == nullptr) return cudaErrorMemoryAllocation;
   used += bytes;
-  memories[reinterpret_cast<uintptr_t>(*pointer)] = {bytes, name, true};
+  memories[reinterpret_cast<uintptr_t>(*pointer)] = {bytes, descriptor, true};
   return cudaSuccess;
 }
 API cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
@@ -128,13 +118,13 @@ API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   *pointer = mapped(-1, bytes);
   if (*pointer == nullptr) return cudaErrorMemoryAllocation;
   Locked locked(lock);
-  memories[reinterpret_cast<uintptr_t>(*pointer)] = {bytes, "", false};
+  memories[reinterpret_cast<uintptr_t>(*pointer)] = {bytes, -1, false};
   return cudaSuccess;
 }
 API cudaError_t cudaFreeHost(void* pointer) { return let_go(pointer); }
 API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
   Locked locked(lock);
-  memories[reinterpret_cast<uintptr_t>(pointer)] = {bytes, "", false};
+  memories[reinterpret_cast<uintptr_t>(pointer)] = {bytes, -1, false};
   return cudaSuccess;
 }
 API cudaError_t cudaHostUnregister(void* pointer) {
@@ -194,24 +184,25 @@ API cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
   return cudaSuccess;
 }
 
-// Memory of another process. A handle is the name of the memory; where its creator has died, it stays.
+// Memory of another process. A handle is the path of the creator's descriptor; it ends with the creator.
 
 API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
   Locked locked(lock);
   *handle = {};
   const auto found = around(pointer);
-  if (found == memories.end() || found->second.name.size() >= sizeof handle->reserved) return cudaErrorInvalidValue;
-  strcpy(handle->reserved, found->second.name.c_str());
+  if (found == memories.end() || found->second.descriptor < 0) return cudaErrorInvalidValue;
+  snprintf(handle->reserved, sizeof handle->reserved, "/proc/%d/fd/%d", getpid(), found->second.descriptor);
   return cudaSuccess;
 }
 API cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsigned) {
-  const int descriptor = shm_open(handle.reserved, O_RDWR, 0600);
+  const int descriptor = open(handle.reserved, O_RDWR | O_CLOEXEC);
   struct stat found;
   if (descriptor < 0 || fstat(descriptor, &found)) return cudaErrorInvalidValue;
   *pointer = mapped(descriptor, found.st_size);
+  close(descriptor);
   if (*pointer == nullptr) return cudaErrorInvalidValue;
   Locked locked(lock);
-  memories[reinterpret_cast<uintptr_t>(*pointer)] = {static_cast<size_t>(found.st_size), "", true};
+  memories[reinterpret_cast<uintptr_t>(*pointer)] = {static_cast<size_t>(found.st_size), -1, true};
   return cudaSuccess;
 }
 API cudaError_t cudaIpcCloseMemHandle(void* pointer) { return let_go(pointer); }

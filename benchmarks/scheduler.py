@@ -14,7 +14,7 @@ Machines differ, and one machine from day to day: the last column gives each tim
 each rate as a number per such time. What is to be reached is CPU time on a core on which the reference takes 4 ms, and
 as much more where that takes longer; a test holds it. A pass of the rescheduler plans over the same instances, with
 skewed loads, and over a full cluster whose long requests fit nowhere; /metrics is scraped while requests are placed.
-Status to view is `benchmarks.status_to_view`: its 100 instances push 100 times a second from a process of their own.
+Status to view is `benchmarks.status_to_view`: its 100 instances push 10 times a second from a process of their own.
 """
 
 from __future__ import annotations

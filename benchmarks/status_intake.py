@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of taking statuses, for each scheduler that follows a Redis.
+"""Cost of taking statuses, for each scheduler that follows a Redis or is the CMS of its instances.
 
     python -m benchmarks.status_intake --instances 1000
+    python -m benchmarks.status_intake --instances 1000 --embedded
 
-CPU time of this thread for each status: its message on the channel and its share of the reads, through a real Redis on
-this machine, and what is then done with it (parsed, checked, told to all that observe the view of a dispatcher; a
-column is read for every ten). The baseline parses both records each time, reads the numbers once to check them and
-once for the table, and writes each row at once; every instance writes as often as its load changes, 25 times a second.
-Ours is the store as it is, with the pace that writers keep among so many instances (`redis_link`). Both are
-measured in turns, and the least of the rounds counts: what other processes do to caches and clocks only adds to it. A
-core's share is the time for a status times the statuses that all instances write in a second.
+Redis: CPU time of this thread for each status: its message on the channel and its share of the reads, through a real
+Redis on this machine, and what is then done with it (parsed, checked, told to all that observe the view of a
+dispatcher; a column is read for every ten). The baseline parses both records each time, reads the numbers once to
+check them and once for the table, and writes each row at once; every instance writes as often as its load changes, 25
+times a second. Ours is the store as it is, with the pace that writers keep among so many instances
+(`redis_link`). Both are measured in turns, and the least of the rounds counts: what other processes do to
+caches and clocks only adds to it. A core's share is the time for a status times the statuses that all instances write
+in a second.
+
+Embedded: reporters, each with a connection of its own and always something new to say, in a process of their own. CPU
+time of the scheduler's process, all threads, while they report at the pace that the store asks for.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import gc
+import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -29,9 +38,17 @@ from rich.table import Table
 from benchmarks.scheduler import _Cluster
 from llumlet.contract.cms.redis_layout import Layout
 from llumlet.contract.cms.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S
+from llumlet.contract.cms.report_links import DESCRIBE_EVERY_S
+from llumlet.contract.cms.report_links import LEAST_INTERVAL_S as LEAST_GRPC_INTERVAL_S
+from llumlet.contract.cms.reporter import Reporter
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process import credentials
 from llumlet.process.redis_client import connect
+from llumsched.cluster import table as tables
+from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.account import Account
+from llumsched.cluster.view import View
+from llumsched.cms.embedded import MOST_STATUSES_PER_S, EmbeddedStore
 from llumsched.cms.redis import RedisStore
 from llumsched.cms.validation import status_faults
 from llumsched.dispatch.dispatcher import Dispatcher
@@ -40,6 +57,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.report import add_json, print_json
 
 _STATUSES_PER_LOOK = 10
+_START_S = 120.0
 _Record = tuple[str, bytes, bytes]
 
 
@@ -59,15 +77,29 @@ class StatusIntake:
     """Between two writes of one busy instance."""
 
 
+@dataclasses.dataclass(frozen=True)
+class EmbeddedIntake:
+    instances: int
+    status_us: float
+    """CPU time of the scheduler's process for one status, from the socket to the table of the dispatcher."""
+    statuses_per_s: float
+    interval_s: float
+    """Between two statuses of one busy instance, as the store asks for it."""
+    cores: float
+    """Share of a core at that interval."""
+
+
+def _table(view: View) -> tables.Table:
+    policy, account = load_policy("load-balance", Mode.FULL), Account(time.monotonic, 10.0)
+    return Dispatcher(view, policy, account, time.monotonic).table
+
+
 class _Follower:
     """A scheduler's store, and what observes it."""
 
     def __init__(self) -> None:
         self.store = RedisStore("redis://127.0.0.1:1")
-        view = self.store.view
-        self.table = Dispatcher(
-            view, load_policy("load-balance", Mode.FULL), Account(time.monotonic, 10.0), time.monotonic
-        ).table
+        self.table = _table(self.store.view)
 
     def ours(self, record: _Record) -> None:
         self.store._take(*record, published=True)
@@ -155,12 +187,91 @@ def measure(instances: int, rounds: int) -> StatusIntake:
     )
 
 
+class _Count:
+    """An observer of statuses, and a reader of a column for every ten."""
+
+    def __init__(self, view: View) -> None:
+        self.table, self.num_statuses = _table(view), 0
+
+    def appeared(self, instance: Instance) -> None: ...
+
+    def left(self, instance: Instance) -> None: ...
+
+    def changed(self, instance: Instance) -> None:
+        self.num_statuses += 1
+        if not self.num_statuses % _STATUSES_PER_LOOK:
+            self.table["num_used_gpu_tokens"]
+
+
+async def _play(address: str, instances: int) -> None:
+    """Reports without an end, as often as the store lets it."""
+    logging.disable()
+    credentials._OPTIONS.append(("grpc.use_local_subchannel_pool", 1))
+    cluster = _Cluster(instances)
+
+    def reporter(name: str) -> Reporter:
+        def status() -> InstanceStatus:
+            asyncio.get_running_loop().call_soon(busy.changed)
+            return cluster.status(name)
+
+        busy = Reporter(address, lambda: cluster.view[name].metadata, status)
+        return busy
+
+    await asyncio.gather(*(reporter(name).run() for name in cluster.names))
+
+
+async def _embedded(instances: int, seconds: float) -> EmbeddedIntake:
+    store = EmbeddedStore()
+    await store.start()
+    count = _Count(store.view)
+    store.view.observe(count)
+    command = ("-m", "benchmarks.status_intake", "--instances", str(instances), "--play", str(store.address))
+    player = await asyncio.create_subprocess_exec(sys.executable, *command)
+    try:
+        async with asyncio.timeout(_START_S):
+            while len(store.view) < instances:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(2 * DESCRIBE_EVERY_S)
+        num_before, cpu_s, began_s = count.num_statuses, time.process_time(), time.monotonic()
+        await asyncio.sleep(seconds)
+        num_statuses, cpu_s = count.num_statuses - num_before, time.process_time() - cpu_s
+        elapsed_s = time.monotonic() - began_s
+    finally:
+        player.kill()
+        await player.wait()
+        await store.close()
+    interval_s = max(LEAST_GRPC_INTERVAL_S, instances / MOST_STATUSES_PER_S)
+    status_us = cpu_s / num_statuses * 1e6
+    return EmbeddedIntake(
+        instances, status_us, num_statuses / elapsed_s, interval_s, status_us * instances / interval_s / 1e6
+    )
+
+
+def measure_embedded(instances: int, seconds: float) -> EmbeddedIntake:
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    return uvloop.run(_embedded(instances, seconds))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--embedded", action="store_true", help="the CMS of the scheduler itself, instead of a Redis")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of the measurement of an embedded CMS")
+    parser.add_argument("--play", metavar="ADDRESS", help=argparse.SUPPRESS)
     add_json(parser)
     options = parser.parse_args()
+    if options.play:
+        uvloop.run(_play(options.play, options.instances))
+        return
+    if options.embedded:
+        taken = measure_embedded(options.instances, options.seconds)
+        table = Table("a status, µs", "statuses a second", "interval, ms", "share of a core", title="Embedded CMS")
+        figures = (taken.status_us, taken.statuses_per_s, 1e3 * taken.interval_s, taken.cores)
+        table.add_row(*(f"{figure:,.2f}" for figure in figures))
+        Console(markup=False).print(table)
+        print_json(options.json, dataclasses.asdict(taken))
+        return
     found = measure(options.instances, options.rounds)
     table = Table(title=f"Statuses of {found.instances} busy instances")
     for name in ("", "message and read, µs", "taken, µs", "statuses a second", "share of a core"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How old is what a scheduler sees?
 
-    python -m benchmarks.status_to_view --instances 100 --rate 100 --seconds 10
+    python -m benchmarks.status_to_view --instances 100 --rate 10 --seconds 10
 
 From the moment at which the load of an instance changes to the moment at which the scheduler's view shows it, over the
 embedded CMS: reporters with a gRPC stream each, in a process of their own, and the CMS in this one. With `--cms
@@ -137,7 +137,7 @@ async def _send(cms: str, instances: int, rate: float, requests: int) -> None:
 
 async def measure(
     instances: int = 100,
-    rate: float = 100.0,
+    rate: float = 10.0,
     seconds: float = 10.0,
     requests: int = 10,
     *,
@@ -191,7 +191,7 @@ def _cpu_s() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=100)
-    parser.add_argument("--rate", type=float, default=100.0, help="changes per second of each instance")
+    parser.add_argument("--rate", type=float, default=10.0, help="changes per second of each instance")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=10, help="request ids in each status")
     parser.add_argument("--cms", default=EMBEDDED, help="listen://HOST:PORT (default: embedded, any port) or redis://…")

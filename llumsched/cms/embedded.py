@@ -38,7 +38,8 @@ MAX_WATCHERS: Final = 64
 FIRST_REPORT_S: Final = 5.0
 """Time from the begin of a stream to its metadata."""
 _STOP_S: Final = 0.2
-_TAKEN = types.ReportTaken()
+MOST_STATUSES_PER_S: Final = 2000.0
+"""Statuses of all instances together, and what watchers are told of them: a quarter of a core."""
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REPORT_BYTES),
     # A stream has room for a status or two that were not read yet: that is what tells a reporter to wait. A window that
@@ -151,12 +152,16 @@ class _Servicer(CmsServicer):
             former.cancel()
         self._streams[life] = me
         try:
-            await tell(context, _TAKEN)
+            await tell(context, self._taken())
             await self._follow(context, *life)
         finally:
             if self._streams.get(life) is me:
                 del self._streams[life]
                 self._intake.cut(*life)
+
+    def _taken(self) -> types.ReportTaken:
+        num_times = 1 + self._watchers
+        return types.ReportTaken(min_interval_s=num_times * len(self._view) / MOST_STATUSES_PER_S)
 
     async def _follow(self, context: Context, instance_id: str, incarnation: str) -> None:
         allowance = Allowance()
@@ -168,10 +173,10 @@ class _Servicer(CmsServicer):
                     if (report.metadata.instance_id, report.metadata.incarnation) != (instance_id, incarnation):
                         raise ReportRefused("a stream is of one life of one instance")
                     self._intake.metadata(report.metadata)
-                    await tell(context, _TAKEN)
+                    await tell(context, self._taken())
                 case "leaving":
                     self._intake.left(instance_id, incarnation)
-                    await tell(context, _TAKEN)
+                    await tell(context, self._taken())
                 case _:
                     raise ReportRefused("a report is empty")
             wait_s = allowance.spend(report)

@@ -8,18 +8,22 @@ A link is used by one task, one exchange at a time. What goes wrong is raised as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from grpc import aio
 
 from llumlet.contract.client import failure_of
 from llumlet.contract.proto.llumlet_pb2_grpc import CmsStub
-from llumlet.contract.types import InstanceMetadata, InstanceReport, InstanceStatus
+from llumlet.contract.types import InstanceMetadata, InstanceReport, InstanceStatus, ReportTaken
 from llumlet.process.addresses import Address
 from llumlet.process.credentials import Credentials
 
+LEAST_INTERVAL_S: Final = 0.005
+DESCRIBE_EVERY_S: Final = 5.0
+"""Time after which a gRPC link repeats the metadata: the answer says how far apart statuses are to be now."""
 EOF: Any = aio.EOF  # type: ignore[attr-defined]  # the stubs leave it out
 
 
@@ -93,13 +97,15 @@ class GrpcLink(Abortable):
     Metadata and the good-bye are answered. A status is not: an answer to each would double the work of both ends, and
     that the store keeps up is known already. It opens a window of a few hundred bytes, and HTTP/2's flow control lets
     a write end only when the window has room again, that is, when what was sent before has been read.
-    """
 
-    min_interval_s = 0.005
+    The store paces its instances: `min_interval_s` is what the last answer asked for, at least `LEAST_INTERVAL_S`.
+    """
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
         super().__init__()
         self.name = str(address)
+        self.min_interval_s = LEAST_INTERVAL_S
+        self._described_s = 0.0
         self._address = address
         self._credentials = credentials
         self._channel: aio.Channel | None = None
@@ -112,13 +118,17 @@ class GrpcLink(Abortable):
         await self.describe(metadata)
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
-        await self._send(InstanceReport(status=status), answered=False)
+        if time.monotonic() - self._described_s > DESCRIBE_EVERY_S:
+            await self.describe(metadata())
+        await self._send(InstanceReport(status=status))
 
     async def describe(self, metadata: InstanceMetadata) -> None:
-        await self._send(InstanceReport(metadata=metadata))
+        taken = await self._ask(InstanceReport(metadata=metadata))
+        self.min_interval_s = max(LEAST_INTERVAL_S, taken.min_interval_s)
+        self._described_s = time.monotonic()
 
     async def leave(self) -> None:
-        await self._send(InstanceReport(leaving=True))
+        await self._ask(InstanceReport(leaving=True))
 
     async def close(self) -> None:
         if self._call is not None:
@@ -127,12 +137,20 @@ class GrpcLink(Abortable):
             await self._channel.close(None)
         self._call = self._channel = None
 
-    async def _send(self, report: InstanceReport, *, answered: bool = True) -> None:
+    async def _ask(self, report: InstanceReport) -> ReportTaken:
+        await self._send(report)
+        taken: ReportTaken = await self._guarded(self._call.read())
+        if taken is EOF:
+            raise LinkLost(await self._ending())
+        return taken
+
+    async def _send(self, report: InstanceReport) -> None:
+        await self._guarded(self._call.write(report))
+
+    async def _guarded(self, exchange: Awaitable[Any]) -> Any:
         try:
             with self._exchange():
-                await self._call.write(report)
-                if answered and await self._call.read() is EOF:
-                    raise LinkLost(await self._ending())
+                return await exchange
         except aio.AioRpcError as error:
             raise LinkLost(failure_of(error, self.name).detail) from error
         except asyncio.InvalidStateError as error:  # gRPC's for a call that is over

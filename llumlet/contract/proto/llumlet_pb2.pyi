@@ -766,8 +766,10 @@ class InstanceReport(_message.Message):
     def __init__(self, metadata: _Optional[_Union[InstanceMetadata, _Mapping[str, object]]] = ..., status: _Optional[_Union[InstanceStatus, _Mapping[str, object]]] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class ReportTaken(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("min_interval_s",)
+    MIN_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    min_interval_s: float
+    def __init__(self, min_interval_s: _Optional[float] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ()

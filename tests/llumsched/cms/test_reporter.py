@@ -12,14 +12,19 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from llumlet.contract.cms import report_links
 from llumlet.contract.cms import reporter as reporter_module
-from llumlet.contract.cms.report_links import GrpcLink
+from llumlet.contract.cms.report_links import LEAST_INTERVAL_S, GrpcLink
 from llumlet.contract.cms.reporter import Reporter, cms_faults
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process.credentials import NONE
 from llumlet.process.tasks import end as finished
 from llumsched.cluster.instance import Instance
-from llumsched.cms.embedded import EmbeddedStore
+from llumsched.cms import embedded as embedded_module
+from llumsched.cms.embedded import MOST_STATUSES_PER_S, EmbeddedStore
+from llumsched.cms.watch import WatchStore
 from tests.llumlet.fake_agent import until
+from tests.support.cms import embedded_store
 
 pytestmark = pytest.mark.asyncio
 
@@ -95,12 +100,54 @@ async def test_changes_are_coalesced_into_the_newest(store: EmbeddedStore) -> No
     await until(lambda: seen.statuses[-1].update_id == changes)
     thread.join()
     elapsed_s = time.monotonic() - began
-    assert load.asked - pushed_before <= elapsed_s / GrpcLink.min_interval_s + 2
+    assert load.asked - pushed_before <= elapsed_s / LEAST_INTERVAL_S + 2
     assert reporter.connected == {str(store.address): True}
     stamps = [status.timestamp_ms for status in seen.statuses]
     assert stamps == sorted(set(stamps))
     await end(reporter, running)
     assert not store.view
+
+
+async def test_instances_of_a_large_cluster_report_less_often(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Load()
+    link = GrpcLink(store.address, NONE)
+    await link.open(load.metadata(), lambda: None)
+    assert link.min_interval_s == LEAST_INTERVAL_S
+    for number in range(999):
+        store.view.put_metadata(Load(f"i-{number}").metadata())
+    await link.push(load.status(), load.metadata)
+    assert link.min_interval_s == LEAST_INTERVAL_S
+    monkeypatch.setattr(report_links, "DESCRIBE_EVERY_S", 0.0)
+    await link.push(load.status(), load.metadata)
+    assert link.min_interval_s == 1000 / MOST_STATUSES_PER_S
+    watcher = WatchStore(store.address)
+    await watcher.start()
+    await until(watcher.complete.is_set)
+    await link.push(load.status(), load.metadata)
+    assert link.min_interval_s == 2 * 1000 / MOST_STATUSES_PER_S
+    await watcher.close()
+    await link.close()
+
+
+async def test_busy_instances_keep_the_pace_of_their_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is new waits for its turn, and the newest is sent."""
+    monkeypatch.setattr(embedded_module, "MOST_STATUSES_PER_S", 20.0)
+    async with embedded_store() as store:
+        load, seen = Load(), Seen()
+        store.view.observe(seen)
+        reporter = Reporter(str(store.address), load.metadata, load.status)
+        running = asyncio.create_task(reporter.run())
+        await until(lambda: seen.statuses)
+        began_s, num_before = time.monotonic(), load.asked
+        while load.update_id < 1000:
+            load.update_id += 1
+            reporter.changed()
+            await asyncio.sleep(0.001)
+        assert load.asked - num_before <= 20 * (time.monotonic() - began_s) + 2
+        await until(lambda: seen.statuses[-1].update_id == 1000)
+        await end(reporter, running)
 
 
 async def test_the_first_change_after_a_pause_goes_out_at_once(

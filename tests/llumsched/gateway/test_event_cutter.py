@@ -44,9 +44,7 @@ def test_bytes_of_a_long_event_are_scanned_once(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])
-async def test_event_that_is_too_long_ends_the_stream_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+async def test_event_that_is_too_long_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(sse, "MOST_EVENT_BYTES", 1 << 20)
     first = _token("a", 1) if path == COMPLETIONS else MESSAGE[0]
     endless = [b"data: " + b"x" * (1 << 19)] * 3

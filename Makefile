@@ -79,7 +79,7 @@ lint: install $(STAMPS)/lint ## ruff (lint and format), mypy, lines per package 
 docs: install ## regenerate what is generated under docs/
 	@$(PY) -m tests.support.patches
 	@$(PY) -m tests.support.diagram docs/understand/protocol.md
-	@$(PY) -m vllm_llumnix.engine.portability_text
+	@$(PY) -m tests.support.portability
 	@$(PY) -m tests.support.failures docs/reference/failures.md
 	@$(PY) -m tests.support.settings docs/reference/settings.md
 	@$(PY) -m tests.support.llumnix_flags docs/reference/defaults.md

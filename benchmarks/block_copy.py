@@ -23,7 +23,7 @@ import torch
 from tests.support.progress import saying
 from tests.support.stats import median
 from vllm_llumnix.kv.kernels import gather, native, scatter
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+from vllm_llumnix.kv.memory.layout import BlockLayout, TensorRegion
 
 NUM_LAYERS = 32
 CACHE_BYTES = 1 << 30

@@ -47,7 +47,7 @@ from tests.support.harness import Command, Fleet, Server, ServerSpec, command_li
 from tests.support.model import PRESETS, build
 from tests.support.moves import migrate, requests
 from tests.support.progress import saying
-from vllm_llumnix.kv.mover import PROBE_THREAD
+from vllm_llumnix.kv.mover.mover_thread import PROBE_THREAD
 
 MIB = 1 << 20
 LENGTH = 300

@@ -29,8 +29,8 @@ from rich.table import Table
 from llumlet.contract.types import InstanceStatus
 from tests.engine.rig import FakeRunner, new_request, new_scheduler
 from tests.support.model import PRESETS, build
-from vllm_llumnix.engine.load_counters import LoadCounters
-from vllm_llumnix.engine.load_events import counters_of
+from vllm_llumnix.engine.load.load_counters import LoadCounters
+from vllm_llumnix.engine.load.load_events import counters_of
 
 PROMPT_TOKENS = 48
 CHURN_TOKENS = 8

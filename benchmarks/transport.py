@@ -58,19 +58,19 @@ from rich.table import Table
 from tests.support import source_process
 from tests.support.progress import saying
 from tests.support.stats import compare, median
-from vllm_llumnix.kv import mooncake as mooncake_engine
-from vllm_llumnix.kv import nixl_process
-from vllm_llumnix.kv.block_server import BlockServer
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.layout import BlockLayout, Pieces, TensorRegion, pair_pieces
-from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import NetworkName, PeerMemory, Pull
-from vllm_llumnix.kv.mooncake import MooncakeEngine
-from vllm_llumnix.kv.nixl import NixlEngine
-from vllm_llumnix.kv.nixl_process import Agent, ReadOrder, address_of
-from vllm_llumnix.kv.pace import CHUNK_BYTES
-from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
-from vllm_llumnix.kv.staging import SharedStagingArea, StagingArea
+from vllm_llumnix.kv.memory.block_memory import HostMemory
+from vllm_llumnix.kv.memory.layout import BlockLayout, Pieces, TensorRegion, pair_pieces
+from vllm_llumnix.kv.mover.messages import NetworkName, PeerMemory, Pull
+from vllm_llumnix.kv.mover.pace import CHUNK_BYTES
+from vllm_llumnix.kv.mover.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.networks import mooncake as mooncake_engine
+from vllm_llumnix.kv.networks import nixl_process
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
+from vllm_llumnix.kv.networks.nixl import NixlEngine
+from vllm_llumnix.kv.networks.nixl_process import Agent, ReadOrder, address_of
+from vllm_llumnix.kv.networks.staging import SharedStagingArea, StagingArea
+from vllm_llumnix.kv.serving.block_server import BlockServer
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport, read_pieces

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from vllm_llumnix import step_record
-from vllm_llumnix.step_record import NUM_GRAMMARS, LastSteps, StepRecord, name_of, read
+from vllm_llumnix.steps import step_record
+from vllm_llumnix.steps.step_record import NUM_GRAMMARS, LastSteps, StepRecord, name_of, read
 
 INCARNATION = "0123456789abcdef" * 2
 
@@ -170,7 +170,7 @@ def test_what_a_killed_process_leaves(directory: Path) -> None:
         import os, signal
         from pathlib import Path
         from types import SimpleNamespace
-        from vllm_llumnix import step_record
+        from vllm_llumnix.steps import step_record
         step_record.DIRECTORY = Path({str(directory)!r})
         record = step_record.StepRecord({INCARNATION!r}, 256, 2)
         record.begin(SimpleNamespace(num_scheduled_tokens={{"a": 1, "b": 17}}))

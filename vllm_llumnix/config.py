@@ -30,17 +30,17 @@ from llumlet.process.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
 from llumlet.process.settings import Group
 from llumlet.protocol.infer_type import InferType
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.hosts import address_of_interface, reachable_host
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, NixlSettings, WorkerSettings
-from vllm_llumnix.reach import Reach
 from vllm_llumnix.switch import CONFIG_VARIABLE
-from vllm_llumnix.transport_faults import mooncake_faults, nixl_faults
+from vllm_llumnix.wire.hosts import address_of_interface, reachable_host
+from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.unauthenticated import mooncake_faults, nixl_faults
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ACCEPTABLE = ("vllm", "device", "attention", "parallel")
-"""Names of the facts in `engine.facts` that may differ between engines."""
+"""Names of the facts in `engine.compatibility.facts` that may differ between engines."""
 INSTANCE_TYPES = tuple(map(str, InferType))
 TRANSPORTS = ("auto", "local", "tcp", "mooncake", "nixl")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")

@@ -15,9 +15,9 @@ from functools import partial
 
 from llumlet.process.setting_sources import unknown_variables
 from vllm_llumnix.config import LlumletConfig
-from vllm_llumnix.kv import mooncake as mooncake_engine
-from vllm_llumnix.kv import nixl_process
-from vllm_llumnix.kv.nixl import environment_of
+from vllm_llumnix.kv.networks import mooncake as mooncake_engine
+from vllm_llumnix.kv.networks import nixl_process
+from vllm_llumnix.kv.networks.nixl import environment_of
 from vllm_llumnix.patching.installed import Installed, examine, find_vllm
 from vllm_llumnix.patching.release import reader_of
 from vllm_llumnix.patching.seam import absent
@@ -77,7 +77,7 @@ def examine_all(*, adapt: bool = False, flags: Sequence[str] = ()) -> list[Check
 def model(flags: Sequence[str]) -> Check:
     """How requests of a model would move: vLLM builds it in a process of its own, without weights. flags: of `vllm
     serve`, the model's among them."""
-    name, command = "model", [sys.executable, "-m", "vllm_llumnix.engine.foresight", *flags]
+    name, command = "model", [sys.executable, "-m", "vllm_llumnix.engine.compatibility.foresight", *flags]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -267,14 +267,14 @@ def _read_sibling() -> str | None:
 
 _NIXL = """
 import os
-from vllm_llumnix.kv.nixl_process import Agent
+from vllm_llumnix.kv.networks.nixl_process import Agent
 Agent("llumnix-doctor")
 os._exit(0)
 """
 _COPY = """
 import torch
 from vllm_llumnix.kv import kernels
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+from vllm_llumnix.kv.memory.layout import BlockLayout, TensorRegion
 device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 layout = BlockLayout(0, 4 * 65536, 2, (TensorRegion(0, 2, 2 * 65536, 65536, 65536),), "LBHNC")
 choice = kernels.settle(layout, device)
@@ -282,7 +282,7 @@ print(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", choice.b
 """
 _TARGET = """
 import ctypes, sys
-from vllm_llumnix.kv.process import allow_readers
+from vllm_llumnix.kv.mover.process import allow_readers
 allow_readers()
 page = ctypes.create_string_buffer(b"llumnix")
 print(ctypes.addressof(page), flush=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_llumnix.engine.loop import EngineLoop
 
 MIDDLEWARE = (
-    "vllm_llumnix.frontend.drain.RefuseNew",
+    "vllm_llumnix.frontend.server_drain.RefuseNew",
     "vllm_llumnix.frontend.asgi.ReadAttempt",
     "vllm_llumnix.frontend.asgi.AnswerLive",
 )

@@ -18,9 +18,9 @@ from benchmarks.gpu_check.verdicts import Part
 from tests.support.stats import median
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.kernels import Backend
-from vllm_llumnix.kv.layout import BlockLayout, Cut, Strip, TensorRegion
-from vllm_llumnix.kv.seal import Multilinear, new_key
-from vllm_llumnix.kv.staging import SLOT_BYTES
+from vllm_llumnix.kv.memory.layout import BlockLayout, Cut, Strip, TensorRegion
+from vllm_llumnix.kv.networks.seal import Multilinear, new_key
+from vllm_llumnix.kv.networks.staging import SLOT_BYTES
 
 LAYERS = 16
 PAGES = (4096, 16 << 10, 9216)

@@ -20,9 +20,9 @@ from benchmarks.gpu_check.device import LAYERS, gb_s, layout_of, random_bytes
 from benchmarks.gpu_check.verdicts import Part
 from tests.support.source_process import offer, offered
 from vllm_llumnix.errors import LlumnixError
-from vllm_llumnix.kv.cuda_share import share
-from vllm_llumnix.kv.messages import PeerMemory, Pull
-from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.memory.cuda_share import share
+from vllm_llumnix.kv.mover.messages import PeerMemory, Pull
+from vllm_llumnix.kv.mover.process import NoncePage, allow_readers, describe_memory
 from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 
 PAGE = 16 << 10

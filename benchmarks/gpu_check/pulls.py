@@ -24,9 +24,9 @@ from benchmarks.gpu_check.verdicts import Part
 from tests.kv.fakes import FakeWorker, Memory, packed
 from tests.support.source_process import offer, offered
 from tests.support.stats import quantile
-from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.messages import MoverInfo, PeerMemory, Pull, PullReport
+from vllm_llumnix.kv.mover.messages import MoverInfo, PeerMemory, Pull, PullReport
+from vllm_llumnix.kv.mover.mover_client import MoverClient
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 BLOCKS = 128

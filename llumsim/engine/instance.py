@@ -19,7 +19,7 @@ from llumsim.engine.requests import EngineRequest, Watcher
 from llumsim.engine.step_model import Hardware
 
 _RECENT_PS: Final = 10 * PS
-"""How long an arrival is named in the status (`vllm_llumnix.engine.load`)."""
+"""How long an arrival is named in the status (`vllm_llumnix.engine.load.load_sums`)."""
 _OK: Final = Health.OK
 _FAR: Final = 1 << 30
 """Tokens: no limit that anybody comes to."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a modelled engine tells of its steps, as a real one does (`vllm_llumnix.engine.step_times`)."""
+"""What a modelled engine tells of its steps, as a real one does (`vllm_llumnix.engine.load.step_times`)."""
 
 from __future__ import annotations
 

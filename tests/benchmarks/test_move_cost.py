@@ -18,7 +18,7 @@ from benchmarks.move_cost import PARTS, Accounts, Block, Window, costs, part_of,
 from tests.support.client import StreamFailed
 from tests.support.harness import Server
 from tests.support.moves import Move
-from vllm_llumnix.kv.process import name_thread
+from vllm_llumnix.kv.mover.process import name_thread
 
 
 def moves(count: int) -> tuple[Move, ...]:

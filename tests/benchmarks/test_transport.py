@@ -13,8 +13,8 @@ from rich.console import Console
 
 from benchmarks import transport
 from benchmarks.transport import AGAIN, BASELINES, Taken, copy_pieces, is_good, kv_memory, main, row, table_of
-from vllm_llumnix.kv import mooncake, nixl_process
-from vllm_llumnix.kv.layout import pair_pieces
+from vllm_llumnix.kv.memory.layout import pair_pieces
+from vllm_llumnix.kv.networks import mooncake, nixl_process
 
 PATHS = ["memcpy", "cma", "tcp_raw", "mooncake_raw", "mooncake_pieces", "nixl_raw", "local", "tcp", "mooncake", "nixl"]
 

@@ -23,10 +23,10 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.rig import BLOCK_SIZE, Rig, private_record
-from vllm_llumnix.engine.claims import Claims
+from vllm_llumnix.engine.load.model_watch import watch_model
 from vllm_llumnix.engine.loop import EngineLoop, Llumlet
-from vllm_llumnix.engine.model_watch import watch_model
-from vllm_llumnix.step_record import StepRecord
+from vllm_llumnix.engine.recovery.claims import Claims
+from vllm_llumnix.steps.step_record import StepRecord
 
 T = TypeVar("T")
 

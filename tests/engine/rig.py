@@ -41,16 +41,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_llumnix.engine.request_state import Residence, settle_in
-from vllm_llumnix.engine.scheduler_port import SchedulerPort
-from vllm_llumnix.step_record import StepRecord
+from vllm_llumnix.engine.blocks.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.requests.request_state import Residence, settle_in
+from vllm_llumnix.steps.step_record import StepRecord
 
 BLOCK_SIZE = 32
 
 
 def private_record() -> StepRecord:
     """A record of steps that nobody reads."""
-    with mock.patch("vllm_llumnix.step_record.DIRECTORY", Path("/nowhere")):
+    with mock.patch("vllm_llumnix.steps.step_record.DIRECTORY", Path("/nowhere")):
         return StepRecord("private", capacity=64, depth=4)
 
 

@@ -15,8 +15,8 @@ from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import new_engine_loop
 from tests.engine.rig import Rig
 from tests.engine.test_scheduler_port import KINDS, freeze
+from vllm_llumnix.engine.blocks.reservations import Reserved
 from vllm_llumnix.engine.loop import EngineLoop
-from vllm_llumnix.engine.reservations import Reserved
 
 
 def adapter(number: int) -> LoRARequest:

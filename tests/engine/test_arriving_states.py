@@ -14,10 +14,10 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from llumlet.protocol.effects import Pull
 from llumlet.protocol.errors import Refused
 from tests.engine.rig import Rig, full, ring, states
-from vllm_llumnix.engine.arriving import ArrivingBlocks
-from vllm_llumnix.engine.reblocking import Pairing
-from vllm_llumnix.engine.reservations import Reserved
-from vllm_llumnix.kv.layout import WHOLE, Cuts, StatePart, cuts_behind
+from vllm_llumnix.engine.blocks.reblocking import Pairing
+from vllm_llumnix.engine.blocks.reservations import Reserved
+from vllm_llumnix.engine.moves.destination_blocks import DestinationBlocks
+from vllm_llumnix.kv.memory.layout import WHOLE, Cuts, StatePart, cuts_behind
 
 NUM_DRAFTS = 3
 GROUPS: list[KVCacheSpec] = [full(), states("align", 32, NUM_DRAFTS), ring(16), states("align", 32, NUM_DRAFTS)]
@@ -35,7 +35,7 @@ class Arrival:
         self.copied: Copied = {}
         movers = SimpleNamespace(pull=self._pull, next_job=lambda: 1)
         context: Any = SimpleNamespace(loop=SimpleNamespace(port=SimpleNamespace(rows=rows)), movers=movers)
-        self.blocks = ArrivingBlocks(context, rows)
+        self.blocks = DestinationBlocks(context, rows)
         self.blocks.here = Reserved(state_ids=HERE)
         self.blocks._pairing = Pairing(rows, rows, 0)
         memory: Any = SimpleNamespace(ranks=[SimpleNamespace(layout=SimpleNamespace(states=PARTS))])

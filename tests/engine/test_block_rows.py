@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import Rig, compressed, full, latent_window, output_window, ring, states, window
-from vllm_llumnix.engine.block_rows import NULL_ID, Kind, kind_of
+from vllm_llumnix.engine.blocks.block_rows import NULL_ID, Kind, kind_of
 
 WINDOW = 64
 GROUPS: dict[str, list[KVCacheSpec]] = {

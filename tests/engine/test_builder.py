@@ -23,11 +23,11 @@ from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import new_scheduler
 from vllm_llumnix import adapters
 from vllm_llumnix.adapters import Adapters
-from vllm_llumnix.engine import grammars
-from vllm_llumnix.engine.builder import RequestBuilder
-from vllm_llumnix.reach import Reach
-from vllm_llumnix.request_wire import RequestState, encode, encode_params
-from vllm_llumnix.step_record import StepRecord, name_of, read
+from vllm_llumnix.engine.requests import grammars
+from vllm_llumnix.engine.requests.builder import RequestBuilder
+from vllm_llumnix.steps.step_record import StepRecord, name_of, read
+from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.request_wire import RequestState, encode, encode_params
 
 pytestmark = [
     pytest.mark.asyncio,

@@ -13,8 +13,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from llumlet.contract.block_hashes import HASH_BYTES, adapter_mask, chain, held_names, root_of
 from tests.engine.rig import BLOCK_SIZE, Rig, window
-from vllm_llumnix.engine import cached_blocks
-from vllm_llumnix.engine.cached_blocks import CachedBlocks
+from vllm_llumnix.engine.blocks import cached_blocks
+from vllm_llumnix.engine.blocks.cached_blocks import CachedBlocks
 
 
 class Reader:

@@ -25,9 +25,9 @@ from llumlet.protocol.ids import Epoch
 from llumlet.protocol.wire import Health
 from tests.engine.loop import new_engine_loop, new_loop
 from tests.engine.rig import BLOCK_SIZE, Rig
-from vllm_llumnix.engine import claims as claims_module
-from vllm_llumnix.engine.claims import Claims
-from vllm_llumnix.engine.model_watch import watch_model
+from vllm_llumnix.engine.load.model_watch import watch_model
+from vllm_llumnix.engine.recovery import claims as claims_module
+from vllm_llumnix.engine.recovery.claims import Claims
 
 pytestmark = pytest.mark.asyncio
 

@@ -23,11 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from llumlet.protocol.wire import Health
-from vllm_llumnix import compiles, step_record
-from vllm_llumnix.compiles import Compiles, compiling, write_down_compiles
 from vllm_llumnix.engine.attach import _watch_scaling
-from vllm_llumnix.engine.progress import COMPILING, PATIENCE_SECONDS, RESCUE_SECONDS, Progress
-from vllm_llumnix.step_record import StepRecord
+from vllm_llumnix.engine.load.progress import COMPILING, PATIENCE_SECONDS, RESCUE_SECONDS, Progress
+from vllm_llumnix.steps import compiles, step_record
+from vllm_llumnix.steps.compiles import Compiles, compiling, write_down_compiles
+from vllm_llumnix.steps.step_record import StepRecord
 
 INCARNATION = "d" * 32
 
@@ -117,7 +117,7 @@ def test_the_engine_reads_what_its_workers_write(record: StepRecord) -> None:
 def test_another_process_writes(record: StepRecord) -> None:
     place = record.place_of_workers
     worker = (
-        "import sys; from vllm_llumnix.compiles import *; place = Place(sys.argv[1], int(sys.argv[2]), 2)\n"
+        "import sys; from vllm_llumnix.steps.compiles import *; place = Place(sys.argv[1], int(sys.argv[2]), 2)\n"
         "write_down_compiles(place, 0)\nwith compiling(): print('now', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from vllm_llumnix import config, faults, hooks, transport_faults
+from vllm_llumnix import config, faults, hooks
 from vllm_llumnix.errors import ConfigError, PatchError
-from vllm_llumnix.kv import nixl_process
+from vllm_llumnix.kv.networks import nixl_process
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
+from vllm_llumnix.wire import unauthenticated as transport_faults
 
 PEERS = ("--llumlet-peers", "127.0.0.1:1")
 

@@ -28,7 +28,7 @@ from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import Loop
 from tests.engine.rig import BLOCK_SIZE, FakeRunner, Rig, full, window
 from tests.engine.test_block_rows import Move
-from vllm_llumnix.engine.connectors import KNOWN, has_unknown_connector
+from vllm_llumnix.engine.blocks.connectors import KNOWN, has_unknown_connector
 
 PROMPT = 6 * BLOCK_SIZE + 5
 

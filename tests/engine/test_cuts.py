@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 
 from llumlet.protocol.errors import Reason, Refused
 from tests.kv.fakes import Memory, SourceProcess, describe, source_process
-from vllm_llumnix.engine.likeness import EngineFacts
-from vllm_llumnix.engine.memory import Movers, SourceMemory, routes
+from vllm_llumnix.engine.blocks.movers import Movers, SourceMemory, routes
+from vllm_llumnix.engine.compatibility.likeness import EngineFacts
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.layout import BlockLayout, Cut, Strip, pair_pieces
-from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import BlockCopy, MoverInfo
-from vllm_llumnix.kv.mover import Mover
-from vllm_llumnix.kv.process import NoncePage
+from vllm_llumnix.kv.memory.block_memory import HostMemory
+from vllm_llumnix.kv.memory.layout import BlockLayout, Cut, Strip, pair_pieces
+from vllm_llumnix.kv.mover.endpoint import PrivateDirectory
+from vllm_llumnix.kv.mover.messages import BlockCopy, MoverInfo
+from vllm_llumnix.kv.mover.mover_thread import Mover
+from vllm_llumnix.kv.mover.process import NoncePage
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.transport.local import LocalTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 

@@ -22,10 +22,10 @@ from llumlet.protocol.move.limits import Limits, Slots
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from tests.engine.rig import BLOCK_SIZE, Rig
 from tests.engine.test_step_times import batch
-from vllm_llumnix.engine.load_counters import MAX_NAMES
-from vllm_llumnix.engine.metadata import node_id, unit_id
-from vllm_llumnix.engine.status import StatusSource
-from vllm_llumnix.engine.step_times import StepTimes
+from vllm_llumnix.engine.load.load_counters import MAX_NAMES
+from vllm_llumnix.engine.load.step_times import StepTimes
+from vllm_llumnix.engine.service.metadata import node_id, unit_id
+from vllm_llumnix.engine.service.status import StatusSource
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_who_takes_no_requests_says_so(rig: Rig, source: StatusSource, why: str)
 async def test_what_changes_without_an_event_is_told(rig: Rig, source: StatusSource) -> None:
     told: asyncio.Queue[int] = asyncio.Queue()
     rig.port.load.on_change = lambda: told.put_nowait(source.now().health)
-    with mock.patch("vllm_llumnix.engine.status.WATCH_SECONDS", 0.001):
+    with mock.patch("vllm_llumnix.engine.service.status.WATCH_SECONDS", 0.001):
         source.open()
         try:
             for health, shown in (
@@ -214,8 +214,8 @@ def test_nodes_and_units() -> None:
     assert unit_id("a") == unit_id("a") != unit_id("b")
     missing = Path("/nonexistent")
     with (
-        mock.patch("vllm_llumnix.engine.metadata._BOOT_ID", missing),
-        mock.patch("vllm_llumnix.engine.metadata._MACHINE_ID", missing),
+        mock.patch("vllm_llumnix.engine.service.metadata._BOOT_ID", missing),
+        mock.patch("vllm_llumnix.engine.service.metadata._MACHINE_ID", missing),
         mock.patch("socket.gethostname", return_value="host"),
     ):
         assert node_id() == "host"

@@ -26,11 +26,11 @@ from vllm.v1.sample.sampler import Sampler
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.config import ACCEPTABLE
 from vllm_llumnix.engine.attach import _compile_logprobs
-from vllm_llumnix.engine.facts import WRITTEN_AS_BY, WrittenAs, reasoning_of, watermark_of, written_as_by
-from vllm_llumnix.engine.likeness import EngineFacts
-from vllm_llumnix.engine.memory import SourceMemory, decode_memory
+from vllm_llumnix.engine.blocks.movers import SourceMemory, decode_memory
+from vllm_llumnix.engine.compatibility.facts import WRITTEN_AS_BY, WrittenAs, reasoning_of, watermark_of, written_as_by
+from vllm_llumnix.engine.compatibility.likeness import EngineFacts
 from vllm_llumnix.kv.fingerprint import text_config_of
-from vllm_llumnix.kv.vllm_cache import caches_of
+from vllm_llumnix.kv.memory.vllm_cache import caches_of
 from vllm_llumnix.patching import contract
 from vllm_llumnix.patching.relied_on import RELIED_ON
 from vllm_llumnix.patching.series import directory_of
@@ -191,7 +191,7 @@ def test_what_is_accepted(name: str) -> None:
 def test_releases_that_write_the_same_have_been_compared(version: str) -> None:
     """Whoever says so of a further release reads what has changed in the functions that write, and names it."""
     written_as = WRITTEN_AS_BY[version]
-    ours = {(row.path, row.name) for row in RELIED_ON if row.used_by == "engine/facts.py"}
+    ours = {(row.path, row.name) for row in RELIED_ON if row.used_by == "engine/compatibility/facts.py"}
     hashes = []
     for release in (version, written_as.release):
         signed = contract.load(directory_of(release))

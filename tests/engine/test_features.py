@@ -30,11 +30,11 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
 from tests.engine.rig import new_request, new_scheduler
 from tests.support.vision_models import HIDDEN, TEXT_TOKENS, VISION, build, picture
-from vllm_llumnix.engine.features import Forms, why_features_stay
-from vllm_llumnix.engine.prompts import Prompt, prompt_of
-from vllm_llumnix.engine.request_state import residence_of
-from vllm_llumnix.engine.whole_images import send_whole_images
-from vllm_llumnix.features_wire import (
+from vllm_llumnix.engine.requests.features import Forms, why_features_stay
+from vllm_llumnix.engine.requests.prompts import Prompt, prompt_of
+from vllm_llumnix.engine.requests.request_state import residence_of
+from vllm_llumnix.engine.requests.whole_images import send_whole_images
+from vllm_llumnix.wire.features_wire import (
     DTYPES,
     MAX_INPUT_BYTES,
     Embeddings,
@@ -47,7 +47,7 @@ from vllm_llumnix.features_wire import (
     num_bytes,
     tensor_of,
 )
-from vllm_llumnix.request_wire import RequestState, decode_state, encode, encode_params
+from vllm_llumnix.wire.request_wire import RequestState, decode_state, encode, encode_params
 
 
 @pytest.fixture(scope="module")

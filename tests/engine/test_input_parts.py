@@ -16,8 +16,8 @@ from llumlet.protocol.ids import Epoch
 from tests.engine.rig import Rig
 from tests.engine.test_lockstep import Rank
 from tests.engine.test_sessions import OWNED, answered, arrive, part_of, say
-from vllm_llumnix.engine.input_parts import InputParts
-from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.engine.requests.input_parts import InputParts
+from vllm_llumnix.engine.requests.request_state import Residence
 
 pytestmark = pytest.mark.asyncio
 ORIGIN = "tcp://127.0.0.1:1"

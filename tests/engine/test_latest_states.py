@@ -19,8 +19,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.engine.rig import Rig, full, ring, states
-from vllm_llumnix.engine.block_rows import NULL_ID
-from vllm_llumnix.engine.leaving import LeavingRequest
+from vllm_llumnix.engine.blocks.block_rows import NULL_ID
+from vllm_llumnix.engine.moves.source_request import SourceRequest
 
 NUM_DRAFTS = 3
 SIZE = 32
@@ -200,7 +200,7 @@ def test_one_that_stays_starts_over_where_workers_forget(model_dir: Path, runner
     rig.turn()
     loop: Any = SimpleNamespace(unwatch=lambda _: None)
     leaving: Any = SimpleNamespace(_loop=loop, _port=rig.port, request=request)
-    LeavingRequest.unfreeze(leaving, 0, is_in_doubt=False)
+    SourceRequest.unfreeze(leaving, 0, is_in_doubt=False)
     assert request.status == (RequestStatus.RUNNING if runner_v2 else RequestStatus.PREEMPTED)
     rig.turns(100)
     assert request.is_finished()

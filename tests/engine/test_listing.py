@@ -14,9 +14,9 @@ from llumlet.protocol.move.selection import Order, Unit
 from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from tests.engine.loop import new_loop
-from vllm_llumnix.engine.identity import EngineIdentity
-from vllm_llumnix.engine.likeness import EngineFacts
-from vllm_llumnix.engine.listing import Listing
+from vllm_llumnix.engine.compatibility.identity import EngineIdentity
+from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.engine.service.listing import Listing
 
 
 @pytest.mark.parametrize(("order", "first"), [(Order.FCR, "early"), (Order.LCR, "late")])

@@ -19,9 +19,9 @@ from vllm.v1.request import Request, RequestStatus
 from llumlet.protocol.errors import Refused
 from tests.engine.rig import BLOCK_SIZE, Rig
 from tests.engine.test_sessions import answered, say
-from vllm_llumnix.engine.load import NO_HIT, NOTHING, Load, Place, share_of
-from vllm_llumnix.engine.load_counters import RECENT_SECONDS, LoadCounters
-from vllm_llumnix.engine.request_state import why_not_now
+from vllm_llumnix.engine.load.load_counters import RECENT_SECONDS, LoadCounters
+from vllm_llumnix.engine.load.load_sums import NO_HIT, NOTHING, Load, Place, share_of
+from vllm_llumnix.engine.requests.request_state import why_not_now
 
 KINDS = {
     "sync": {"asynchronous": False, "runner_v2": False},

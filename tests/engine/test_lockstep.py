@@ -21,7 +21,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import new_engine_loop
 from tests.engine.rig import Rig
-from vllm_llumnix.engine.adoptions import Adoptions
+from vllm_llumnix.engine.recovery.adoptions import Adoptions
 
 
 class Rank(DPEngineCoreProc):

@@ -16,17 +16,17 @@ import pytest
 
 from llumlet.protocol.errors import Reason, Refused
 from tests.kv.fakes import Memory, SourceProcess, describe, source_process
-from vllm_llumnix.engine import memory as engine_memory
-from vllm_llumnix.engine.likeness import EngineFacts
-from vllm_llumnix.engine.memory import Movers, SourceMemory
-from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import BlockCopy, MoverInfo
-from vllm_llumnix.kv.mover import Mover
-from vllm_llumnix.kv.pace import Pace
-from vllm_llumnix.kv.process import NoncePage
+from vllm_llumnix.engine.blocks import movers as engine_memory
+from vllm_llumnix.engine.blocks.movers import Movers, SourceMemory
+from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.kv.memory.block_memory import HostMemory
+from vllm_llumnix.kv.mover.endpoint import PrivateDirectory
+from vllm_llumnix.kv.mover.messages import BlockCopy, MoverInfo
+from vllm_llumnix.kv.mover.mover_client import MoverClient
+from vllm_llumnix.kv.mover.mover_thread import Mover
+from vllm_llumnix.kv.mover.pace import Pace
+from vllm_llumnix.kv.mover.process import NoncePage
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.local import LocalTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport

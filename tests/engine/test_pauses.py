@@ -17,7 +17,7 @@ from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import Loop, new_loop
 from tests.engine.rig import Rig, full, window
 from vllm_llumnix.engine.loop import Leaving
-from vllm_llumnix.engine.pauses import CHANGED, CallOff, Pauses
+from vllm_llumnix.engine.moves.pauses import CHANGED, CallOff, Pauses
 
 EVENTS: dict[str, Callable[[Rig, Pauses], Any]] = {
     "pause": lambda rig, pauses: rig.scheduler.set_pause_state(PauseState.PAUSED_ALL),

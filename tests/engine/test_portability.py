@@ -27,7 +27,8 @@ from tests.runner_v2 import test_inputs as runner_v2_inputs
 from tests.runner_v2 import test_kinds as runner_v2_kinds
 from tests.runner_v2 import test_marks_and_traces, test_routed_experts, test_speculation_and_lora
 from tests.runner_v2 import test_states as runner_v2_states
-from vllm_llumnix.engine.portability import (
+from tests.support.portability import DOCUMENT, render
+from vllm_llumnix.engine.compatibility.portability import (
     KV_REFUSED_ENGINES,
     MARK,
     MOVED,
@@ -40,9 +41,8 @@ from vllm_llumnix.engine.portability import (
     why_kv_unsupported,
     why_not_portable,
 )
-from vllm_llumnix.engine.portability_text import DOCUMENT, render
-from vllm_llumnix.engine.request_state import Residence, settle_in
-from vllm_llumnix.kv.process import boot_id
+from vllm_llumnix.engine.requests.request_state import Residence, settle_in
+from vllm_llumnix.kv.mover.process import boot_id
 
 CPU: dict[str, Any] = {"model_runner_v2": False, "device": "cpu", "spec_decode": False}
 CUDA = CPU | {"device": "cuda"}

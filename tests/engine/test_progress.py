@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from llumlet.protocol.wire import Health
-from vllm_llumnix.engine.progress import FIRST_SECONDS_PER_TOKEN, PATIENCE_FACTOR, Progress
+from vllm_llumnix.engine.load.progress import FIRST_SECONDS_PER_TOKEN, PATIENCE_FACTOR, Progress
 
 
 class Clock:

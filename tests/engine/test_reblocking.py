@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.test_cuts import copy as copy_pieces
 from tests.kv.fakes import Memory
-from vllm_llumnix.engine.block_rows import BlockRows
-from vllm_llumnix.engine.reblocking import Pairing, rows_between, rows_of_move
-from vllm_llumnix.kv.layout import WHOLE, Cut, Strip
+from vllm_llumnix.engine.blocks.block_rows import BlockRows
+from vllm_llumnix.engine.blocks.reblocking import Pairing, rows_between, rows_of_move
+from vllm_llumnix.kv.memory.layout import WHOLE, Cut, Strip
 
 HEADS, SIZE, LAYERS, NUM_BLOCKS = 2, 3, 2, 60
 """Heads, and bytes of a key, and of a value."""

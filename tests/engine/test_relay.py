@@ -18,9 +18,9 @@ from llumlet.process.credentials import NONE
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.ids import Epoch
-from vllm_llumnix.engine import relay as relay_module
-from vllm_llumnix.engine.relay import OriginUnreachable, Relay
-from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.engine.requests.request_state import Residence
+from vllm_llumnix.engine.service import relay_sender as relay_module
+from vllm_llumnix.engine.service.relay_sender import OriginUnreachable, Relay
 
 pytestmark = pytest.mark.asyncio
 

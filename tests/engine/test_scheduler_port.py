@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import BLOCK_SIZE, Rig, window
-from vllm_llumnix.engine.request_state import why_not_now
+from vllm_llumnix.engine.requests.request_state import why_not_now
 
 KINDS = {
     "sync": {"asynchronous": False, "runner_v2": False},

@@ -15,7 +15,7 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, Epoch
 from tests.engine.rig import Rig, full, states
 from tests.engine.test_scheduler_port import KINDS
-from vllm_llumnix.engine.request_state import BETWEEN_PARTS, Residence, residence_of, settle_in
+from vllm_llumnix.engine.requests.request_state import BETWEEN_PARTS, Residence, residence_of, settle_in
 
 PARTS = [[10 + n % 80 for n in range(size)] for size in (70, 9, 40)]
 TOKENS = (12, 1, 33)

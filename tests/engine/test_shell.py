@@ -13,7 +13,7 @@ from llumlet.protocol.effects import ClearTimer, Effect, FreeReservation, Revoke
 from llumlet.protocol.errors import LocalProtocolError
 from llumlet.protocol.events import AdmitFailed, CancelRequested, Event, QueryRequested, TimerFired
 from llumlet.protocol.machine import Machine
-from vllm_llumnix.engine.shell import Shell
+from vllm_llumnix.engine.moves.shell import Shell
 
 FAILED = AdmitFailed(cast(Any, None))
 

@@ -15,8 +15,8 @@ from llumlet.protocol.move.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SE
 from tests.engine.loop import Loop, new_loop
 from tests.engine.rig import BLOCK_SIZE, Rig, full, window
 from tests.engine.test_scheduler_port import KINDS
-from vllm_llumnix.engine.load_counters import LoadCounters
-from vllm_llumnix.engine.shortage import Shortage
+from vllm_llumnix.engine.load.load_counters import LoadCounters
+from vllm_llumnix.engine.queue.shortage import Shortage
 
 NUM_BLOCKS = 13
 """Twelve are for requests: three of four blocks each fill it."""

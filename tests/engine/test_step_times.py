@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.rig import Rig
-from vllm_llumnix.engine.step_times import KEPT, SAMPLE_SECONDS, StepTimes, sample_of
+from vllm_llumnix.engine.load.step_times import KEPT, SAMPLE_SECONDS, StepTimes, sample_of
 
 
 def batch(drafts: tuple[str, ...] = (), **requests: tuple[int, int]) -> Any:

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from vllm_llumnix.thinking_budget import sync_with_history
+from vllm_llumnix.steps.thinking_budget import sync_with_history
 
 CPU = torch.device("cpu")
 

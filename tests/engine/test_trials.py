@@ -13,11 +13,11 @@ import pytest
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.recovery.trials import Trials
 from tests.engine.loop import new_loop
-from vllm_llumnix import step_record
-from vllm_llumnix.engine.identity import EngineIdentity
-from vllm_llumnix.engine.likeness import EngineFacts
-from vllm_llumnix.engine.listing import Listing
-from vllm_llumnix.step_record import LastSteps, StepRecord, name_of, read
+from vllm_llumnix.engine.compatibility.identity import EngineIdentity
+from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.engine.service.listing import Listing
+from vllm_llumnix.steps import step_record
+from vllm_llumnix.steps.step_record import LastSteps, StepRecord, name_of, read
 
 INCARNATION = "c" * 32
 

@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.rig import Rig
-from vllm_llumnix.engine.turns import queue_in_turn
+from vllm_llumnix.engine.queue.turns import queue_in_turn
 
 
 @pytest.fixture

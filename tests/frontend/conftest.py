@@ -12,10 +12,10 @@ import zmq.asyncio
 from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
 
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client
-from vllm_llumnix import step_record
 from vllm_llumnix.config import LlumletConfig
-from vllm_llumnix.frontend import drain
-from vllm_llumnix.step_record import StepRecord
+from vllm_llumnix.frontend import server_drain as drain
+from vllm_llumnix.steps import step_record
+from vllm_llumnix.steps.step_record import StepRecord
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
 NewPeer = Callable[..., FakePeer]

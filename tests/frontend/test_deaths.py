@@ -18,10 +18,10 @@ from llumlet.process.credentials import Credentials
 from llumlet.protocol.origin.owners import Owner
 from llumlet.protocol.origin.suspects import STUCK_SECONDS, steps_of
 from tests.llumlet.fake_agent import FakeAgent
-from vllm_llumnix import step_record
 from vllm_llumnix.frontend import deaths
 from vllm_llumnix.frontend.deaths import is_gone
-from vllm_llumnix.step_record import StepRecord
+from vllm_llumnix.steps import step_record
+from vllm_llumnix.steps.step_record import StepRecord
 
 
 @pytest.fixture

@@ -20,7 +20,14 @@ from llumlet.protocol.errors import RemoteProtocolError
 from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import VOCAB_SIZE, FakeEngine, FakePeer, next_outputs, output, request
-from vllm_llumnix.relay_convert import ExpertsForm, OutputForm, check, engine_output_from, sliced, token_output_from
+from vllm_llumnix.wire.relay_convert import (
+    ExpertsForm,
+    OutputForm,
+    check,
+    engine_output_from,
+    sliced,
+    token_output_from,
+)
 
 
 def logprobs(rows: int, width: int = 3, seed: int = 0) -> LogprobsLists:

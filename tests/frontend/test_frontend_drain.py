@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from vllm_llumnix.frontend import drain
+from vllm_llumnix.frontend import server_drain as drain
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
 from vllm_llumnix import hooks
-from vllm_llumnix.frontend import drain
+from vllm_llumnix.frontend import server_drain as drain
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from prometheus_client import REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from llumlet.contract.types import Mode, MovePhase, MoveProgress, Reason
-from vllm_llumnix.engine import records
-from vllm_llumnix.engine.records import MoveRecords
+from vllm_llumnix.engine.moves import source_records as records
+from vllm_llumnix.engine.moves.source_records import SourceRecords
 from vllm_llumnix.frontend import metrics
 from vllm_llumnix.frontend.metrics import MoveMetrics
 
@@ -46,7 +46,7 @@ class Engines:
     """What engines would report; `asked` is which of them were asked since when."""
 
     def __init__(self) -> None:
-        self.records = {ENGINE: MoveRecords(), OTHER: MoveRecords()}
+        self.records = {ENGINE: SourceRecords(), OTHER: SourceRecords()}
         self.counts: dict[str, int] = {}
         self.asked: list[tuple[bytes, int]] = []
         self.obstacle: Exception | None = None
@@ -166,18 +166,18 @@ async def test_one_question_at_a_time(counting: Counting, monkeypatch: pytest.Mo
 
 async def test_old_records_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "NUM_KEPT", 3)
-    kept = MoveRecords()
+    kept = SourceRecords()
     for _ in range(5):
         kept.add(MOVED)
     last, found = kept.since(0)
     assert (last, len(found)) == (5, 3)
     assert kept.since(4)[1] == found[-1:]
     assert kept.since(5) == (5, [])
-    assert MoveRecords().since(0) == (0, [])
+    assert SourceRecords().since(0) == (0, [])
 
 
 async def test_names_of_policies_are_no_unbounded_number_of_series() -> None:
-    kept = MoveRecords()
+    kept = SourceRecords()
     kept.add(MoveProgress(trigger_policy="p" * 129))
     for number in range(100):
         kept.add(MoveProgress(trigger_policy=f"policy-{number}"))

@@ -17,7 +17,7 @@ from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of
 from vllm_llumnix.frontend.asgi import Served, served
 from vllm_llumnix.frontend.calls import state_of
-from vllm_llumnix.request_wire import without_name
+from vllm_llumnix.wire.request_wire import without_name
 
 pytestmark = pytest.mark.asyncio
 

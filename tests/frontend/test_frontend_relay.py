@@ -16,8 +16,8 @@ from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.origin.owners import MAX_OWNERS, Owners
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import VOCAB_SIZE, FakeEngine, FakePeer, relayed, request, tokens_of, until
-from vllm_llumnix.frontend import relay as relay_module
-from vllm_llumnix.frontend.relay import Complaints, RelaySocket
+from vllm_llumnix.frontend import relay_socket as relay_module
+from vllm_llumnix.frontend.relay_socket import Complaints, RelaySocket
 
 
 @pytest.mark.asyncio

@@ -14,8 +14,8 @@ from llumlet.protocol import wire
 from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FIRST_HOP, FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of
-from vllm_llumnix.frontend import sessions
-from vllm_llumnix.request_wire import decode_state
+from vllm_llumnix.frontend import session_inputs as sessions
+from vllm_llumnix.wire.request_wire import decode_state
 
 pytestmark = pytest.mark.asyncio
 END = FinishReason.LENGTH

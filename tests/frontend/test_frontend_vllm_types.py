@@ -12,7 +12,7 @@ from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tests.support.protocols import missing, protocols_of
-from vllm_llumnix.frontend import vllm_types as ours
+from vllm_llumnix.frontend import vllm_client_types as ours
 
 FOUND = [
     (ours.VllmConfig, VllmConfig),

@@ -17,11 +17,11 @@ from vllm.multimodal.inputs import (
 )
 
 from tests.frontend.fakes import request
-from vllm_llumnix.features_wire import MAX_INPUT_BYTES
 from vllm_llumnix.frontend import kept_inputs
 from vllm_llumnix.frontend.calls import state_of
 from vllm_llumnix.frontend.kept_inputs import named_tokens, room_for, why_not_kept
 from vllm_llumnix.frontend.origin import ClientStream
+from vllm_llumnix.wire.features_wire import MAX_INPUT_BYTES
 
 PROMPT = list(range(70))
 

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kv.fakes import Memory
-from vllm_llumnix.kv import block_server
-from vllm_llumnix.kv.block_server import BlockServer
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import DEPTH, KEY_BYTES, NetworkName, SealKind
-from vllm_llumnix.kv.staging import StagingArea
+from vllm_llumnix.kv.memory.block_memory import HostMemory
+from vllm_llumnix.kv.mover.messages import DEPTH, KEY_BYTES, NetworkName, SealKind
+from vllm_llumnix.kv.networks.staging import StagingArea
+from vllm_llumnix.kv.serving import block_server
+from vllm_llumnix.kv.serving.block_server import BlockServer
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES, Grants
 
 NONCE, CAPABILITY = bytes(32), bytes(range(CAPABILITY_BYTES))
 GRANTED = [3, 4, 5]

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from tests.fuzz.hostile import anything, integers, texts
 from tests.kv.conftest import SHAPES, memory, source
 from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, pull_of
-from vllm_llumnix.kv import messages, worker
-from vllm_llumnix.kv.messages import MoverInfo, Probe, ProbeReport, PullReport, StopPull
+from vllm_llumnix.kv import worker
+from vllm_llumnix.kv.mover import messages
+from vllm_llumnix.kv.mover.messages import MoverInfo, Probe, ProbeReport, PullReport, StopPull
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 __all__ = ["memory", "source"]

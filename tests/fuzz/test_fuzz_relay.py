@@ -25,7 +25,7 @@ from llumlet.protocol.origin import origin, owners
 from tests.frontend.conftest import llumlet_enabled
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of
 from tests.fuzz.hostile import anything, integers, texts
-from vllm_llumnix.engine.relay import Relay as EngineRelay
+from vllm_llumnix.engine.service.relay_sender import Relay as EngineRelay
 from vllm_llumnix.frontend.metrics import MoveMetrics
 
 __all__ = ["llumlet_enabled"]

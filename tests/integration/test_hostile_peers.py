@@ -42,7 +42,7 @@ from tests.llumlet.fake_agent import FakeAgent
 from tests.support.client import Client
 from tests.support.conservation import wait_idle
 from tests.support.harness import Server
-from vllm_llumnix.request_wire import RequestState, decode_state, encode
+from vllm_llumnix.wire.request_wire import RequestState, decode_state, encode
 
 pytestmark = pytest.mark.asyncio
 

@@ -15,7 +15,7 @@ from tests.kv.fakes import until
 from tests.support.client import Client
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.moves import move_stream
-from vllm_llumnix.kv.nixl import STARTED
+from vllm_llumnix.kv.networks.nixl import STARTED
 
 pytestmark = pytest.mark.asyncio
 

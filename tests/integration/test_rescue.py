@@ -28,7 +28,7 @@ from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.failures import failure
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
 from tests.support.moves import migrate
-from vllm_llumnix.kv.mover import TIDY_SECONDS
+from vllm_llumnix.kv.mover.mover_thread import TIDY_SECONDS
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,8 +16,8 @@ import torch
 from tests.kv.fakes import FakeEvent, FakeStream, FakeWorker, Memory, SourceProcess, packed, source_process
 from tests.kv.staged import BIG, Over, Reader, Source
 from vllm_llumnix.kv import kernels
-from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.mover.messages import MoverInfo
+from vllm_llumnix.kv.mover.mover_client import MoverClient
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 SHAPES = [(4, 65536)]

@@ -22,17 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_llumnix.kv import messages
-from vllm_llumnix.kv.block_server import BlockServer
-from vllm_llumnix.kv.grants import Grants
-from vllm_llumnix.kv.layout import BlockLayout, Strip, TensorRegion
-from vllm_llumnix.kv.memory import CudaMemory, HostMemory
-from vllm_llumnix.kv.messages import CudaShare, NetworkName, NixlMemory, PeerMemory, Pull
-from vllm_llumnix.kv.mooncake import MooncakeEngine
-from vllm_llumnix.kv.nixl import NixlEngine
-from vllm_llumnix.kv.process import NoncePage, describe_memory
+from vllm_llumnix.kv.memory.block_memory import CudaMemory, HostMemory
+from vllm_llumnix.kv.memory.layout import BlockLayout, Strip, TensorRegion
+from vllm_llumnix.kv.mover import messages
+from vllm_llumnix.kv.mover.messages import CudaShare, NetworkName, NixlMemory, PeerMemory, Pull
+from vllm_llumnix.kv.mover.process import NoncePage, describe_memory
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
+from vllm_llumnix.kv.networks.nixl import NixlEngine
+from vllm_llumnix.kv.networks.staging import SharedStagingArea, StagingArea
+from vllm_llumnix.kv.serving.block_server import BlockServer
+from vllm_llumnix.kv.serving.grants import Grants
 from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.staging import SharedStagingArea, StagingArea
 
 ROOT = Path(__file__).parents[2]
 

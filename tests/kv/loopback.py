@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, pair_pieces
-from vllm_llumnix.kv.messages import PeerMemory, Pull
-from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of
+from vllm_llumnix.kv.memory.layout import BlockLayout, pair_pieces
+from vllm_llumnix.kv.mover.messages import PeerMemory, Pull
+from vllm_llumnix.kv.mover.process import OFFER_BYTES, PinnedProcess, offer_of
 from vllm_llumnix.kv.transport.base import require_readable
 
 

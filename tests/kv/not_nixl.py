@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands for `kv.nixl_process`, and says what NIXL_LIE holds in hexadecimal, then nothing until its worker is gone."""
+"""Stands for `nixl_process`, and says what NIXL_LIE holds in hexadecimal, then nothing until its worker is gone."""
 
 import os
 import socket

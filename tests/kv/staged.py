@@ -7,16 +7,16 @@ import threading
 from typing import Any, NamedTuple, Protocol
 
 from tests.kv.fakes import Memory, describe, on_gpu, pull_of, until
-from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.data_plane import tls_context
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.memory import BlockMemory, HostMemory
-from vllm_llumnix.kv.messages import NetworkName, PeerMemory
-from vllm_llumnix.kv.mooncake import MooncakeEngine
-from vllm_llumnix.kv.nixl import NixlEngine
-from vllm_llumnix.kv.process import NoncePage
+from vllm_llumnix.kv.memory.block_memory import BlockMemory, HostMemory
+from vllm_llumnix.kv.mover.messages import NetworkName, PeerMemory
+from vllm_llumnix.kv.mover.process import NoncePage
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
+from vllm_llumnix.kv.networks.nixl import NixlEngine
+from vllm_llumnix.kv.networks.staging import GpuStagingArea, SharedStagingArea, StagingArea
+from vllm_llumnix.kv.serving.block_server import BlockServer
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.staging import GpuStagingArea, SharedStagingArea, StagingArea
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.mooncake import MooncakeNetwork
 from vllm_llumnix.kv.transport.nixl import NixlNetwork

@@ -25,15 +25,16 @@ import torch
 
 from tests.kv.fakes import Memory, describe, pull_of, until
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv import bounce, kernels
-from vllm_llumnix.kv.block_server import BlockServer
-from vllm_llumnix.kv.blocks_tcp import receive_into, send_from
-from vllm_llumnix.kv.bounce import Bounced
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.kernels import Chunk, Uploaded
-from vllm_llumnix.kv.memory import Cuttable, HostMemory
-from vllm_llumnix.kv.messages import PeerMemory
-from vllm_llumnix.kv.process import NoncePage
+from vllm_llumnix.kv.memory.block_memory import Cuttable, HostMemory
+from vllm_llumnix.kv.mover.messages import PeerMemory
+from vllm_llumnix.kv.mover.process import NoncePage
+from vllm_llumnix.kv.serving.block_server import BlockServer
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv.transport import bounce
+from vllm_llumnix.kv.transport.blocks_tcp import receive_into, send_from
+from vllm_llumnix.kv.transport.bounce import Bounced
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 
 CAPABILITY = bytes(CAPABILITY_BYTES)

@@ -34,20 +34,21 @@ from tests.kv.fakes import (
     until,
 )
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv import data_plane, kernels, mover
+from vllm_llumnix.kv import data_plane, kernels
 from vllm_llumnix.kv import fingerprint as kv_fingerprint
-from vllm_llumnix.kv import memory as kv_memory
 from vllm_llumnix.kv import worker as kv_worker
-from vllm_llumnix.kv.block_server import BlockServer
-from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.cuda_share import require_plausible
-from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES, CAPTURES, Grants
 from vllm_llumnix.kv.kernels import plan
-from vllm_llumnix.kv.memory import CudaMemory, HostMemory
-from vllm_llumnix.kv.messages import CudaShare, MoverInfo, PeerMemory, PullReport
-from vllm_llumnix.kv.mover import Mover
-from vllm_llumnix.kv.process import NoncePage, describe_memory
+from vllm_llumnix.kv.memory import block_memory as kv_memory
+from vllm_llumnix.kv.memory.block_memory import CudaMemory, HostMemory
+from vllm_llumnix.kv.memory.cuda_share import require_plausible
+from vllm_llumnix.kv.mover import mover_thread as mover
+from vllm_llumnix.kv.mover.endpoint import PrivateDirectory
+from vllm_llumnix.kv.mover.messages import CudaShare, MoverInfo, PeerMemory, PullReport
+from vllm_llumnix.kv.mover.mover_client import MoverClient
+from vllm_llumnix.kv.mover.mover_thread import Mover
+from vllm_llumnix.kv.mover.process import NoncePage, describe_memory
+from vllm_llumnix.kv.serving.block_server import BlockServer
+from vllm_llumnix.kv.serving.grants import ASLEEP, CAPABILITY_BYTES, CAPTURES, Grants
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 from vllm_llumnix.kv.transport import local_cuda
 from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_llumnix.kv.endpoint import PREFIX, PrivateDirectory, sweep
+from vllm_llumnix.kv.mover.endpoint import PREFIX, PrivateDirectory, sweep
 
 OWNER = """
 import sys
-from vllm_llumnix.kv.endpoint import PrivateDirectory
+from vllm_llumnix.kv.mover.endpoint import PrivateDirectory
 directory = PrivateDirectory(sys.argv[1])
 print(directory.path, flush=True)
 sys.stdin.read()

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.kernels import gather, native, obstacle, plan, scatter
-from vllm_llumnix.kv.layout import BlockLayout, Cut, Strip, TensorRegion
+from vllm_llumnix.kv.memory.layout import BlockLayout, Cut, Strip, TensorRegion
 
 ROOT = Path(__file__).parents[2]
 COMPILER = next(filter(None, map(shutil.which, ["c++", "g++", "clang++"])), None)

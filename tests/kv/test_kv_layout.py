@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.kv.fakes import FakeWorker, FullAttentionSpec, Memory, kv_cache_config
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion, pair_pieces
-from vllm_llumnix.kv.vllm_cache import has_states, layout_of
+from vllm_llumnix.kv.memory.layout import BlockLayout, TensorRegion, pair_pieces
+from vllm_llumnix.kv.memory.vllm_cache import has_states, layout_of
 
 LAYOUTS = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
 

@@ -16,10 +16,10 @@ from tests.kv.fakes import Memory, SourceProcess, pull_of, until
 from vllm_llumnix import faults
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import worker
-from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES, ENDED
-from vllm_llumnix.kv.messages import MoverInfo
-from vllm_llumnix.kv.mover import Mover
+from vllm_llumnix.kv.mover.messages import MoverInfo
+from vllm_llumnix.kv.mover.mover_client import MoverClient
+from vllm_llumnix.kv.mover.mover_thread import Mover
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES, ENDED
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.local import LocalTransport
 

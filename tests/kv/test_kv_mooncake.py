@@ -19,10 +19,11 @@ import pytest
 from tests.kv.fakes import ROOT, Memory, on_gpu, until
 from tests.kv.staged import CAPABILITY, OverMooncake, Reader, Source
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv import block_server, data_plane
-from vllm_llumnix.kv.mooncake import MooncakeEngine
+from vllm_llumnix.kv import data_plane
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
+from vllm_llumnix.kv.networks.staging import GpuStagingArea, StagingArea
+from vllm_llumnix.kv.serving import block_server
 from vllm_llumnix.kv.settings import MooncakeSettings
-from vllm_llumnix.kv.staging import GpuStagingArea, StagingArea
 from vllm_llumnix.kv.transport import staged
 from vllm_llumnix.kv.transport.obstacles import REMEMBERED_SECONDS, Obstacles
 
@@ -96,9 +97,9 @@ def test_the_protocol_is_mooncakes_too(
 
 OVER_IPV6 = """
 import os
-from vllm_llumnix.kv.layout import BlockLayout
-from vllm_llumnix.kv.mooncake import MooncakeEngine
-from vllm_llumnix.kv.staging import StagingArea
+from vllm_llumnix.kv.memory.layout import BlockLayout
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
+from vllm_llumnix.kv.networks.staging import StagingArea
 
 engine = MooncakeEngine("::1", "tcp")
 area = StagingArea(BlockLayout(0, 0, 0, (), ""), slot_bytes=4096)

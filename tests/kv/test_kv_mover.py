@@ -22,12 +22,13 @@ from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, pull_of, s
 from vllm_llumnix import faults
 from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv import data_plane, messages, worker
-from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES
-from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import MoverInfo, PullReport, Rejected
-from vllm_llumnix.kv.mover import corrupt
+from vllm_llumnix.kv import data_plane, worker
+from vllm_llumnix.kv.memory.block_memory import HostMemory
+from vllm_llumnix.kv.mover import messages
+from vllm_llumnix.kv.mover.messages import MoverInfo, PullReport, Rejected
+from vllm_llumnix.kv.mover.mover_client import MoverClient
+from vllm_llumnix.kv.mover.mover_thread import corrupt
+from vllm_llumnix.kv.serving.grants import ASLEEP, CAPABILITY_BYTES
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport import connections
 from vllm_llumnix.kv.transport.tcp import TcpTransport

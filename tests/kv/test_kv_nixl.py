@@ -22,13 +22,14 @@ import pytest
 from tests.kv.fakes import Memory, on_gpu, pull_of, source_process, until
 from tests.kv.staged import BIG, CAPABILITY, OverNixl, Reader, Source
 from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavailable
-from vllm_llumnix.kv import data_plane, nixl, nixl_process
-from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import DEPTH, GREETING_BYTES, NixlMemory
-from vllm_llumnix.kv.nixl import NixlEngine, environment_of
-from vllm_llumnix.kv.nixl_process import Agent, NixlError, ReadEnd, Ready, Unusable, encode
+from vllm_llumnix.kv import data_plane
+from vllm_llumnix.kv.memory.block_memory import HostMemory
+from vllm_llumnix.kv.mover.messages import DEPTH, GREETING_BYTES, NixlMemory
+from vllm_llumnix.kv.networks import nixl, nixl_process
+from vllm_llumnix.kv.networks.nixl import NixlEngine, environment_of
+from vllm_llumnix.kv.networks.nixl_process import Agent, NixlError, ReadEnd, Ready, Unusable, encode
+from vllm_llumnix.kv.networks.staging import SharedStagingArea
 from vllm_llumnix.kv.settings import NixlSettings
-from vllm_llumnix.kv.staging import SharedStagingArea
 from vllm_llumnix.kv.transport import nixl as nixl_network
 from vllm_llumnix.kv.transport import staged
 from vllm_llumnix.kv.transport.tcp import TcpTransport

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_llumnix.kv.pace import (
+from vllm_llumnix.kv.mover.pace import (
     CHUNK_BYTES,
     MEASURED_BYTES,
     MEASURED_CHUNKS,

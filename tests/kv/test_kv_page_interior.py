@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_llumnix.kv.layout import Cut
-from vllm_llumnix.kv.vllm_cache import backends_of, caches_of, layout_of
+from vllm_llumnix.kv.memory.layout import Cut
+from vllm_llumnix.kv.memory.vllm_cache import backends_of, caches_of, layout_of
 
 HEADS, HEAD_SIZE, BLOCKS = 4, 16, 4
 FLASH_ATTN, FLASHINFER, B12X = "FLASH_ATTN", "FLASHINFER", "B12X"

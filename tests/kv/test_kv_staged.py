@@ -23,15 +23,15 @@ from tests.kv.fakes import FakeWorker, Memory, packed, pull_of, source_process, 
 from tests.kv.staged import BIG, CAPABILITY, CHUNK, Over, OverMooncake, OverNixl, Reader, Source
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv import block_server, block_stage
-from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
-from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.kv.layout import Cut, Cuts
-from vllm_llumnix.kv.messages import DEPTH, MoverInfo, SealKind, StageRequest, decode_stage_answer
-from vllm_llumnix.kv.seal import Gmac, Multilinear, Sealer, new_key, sealer
+from vllm_llumnix.kv.memory.layout import Cut, Cuts
+from vllm_llumnix.kv.mover.messages import DEPTH, MoverInfo, SealKind, StageRequest, decode_stage_answer
+from vllm_llumnix.kv.mover.mover_client import MoverClient
+from vllm_llumnix.kv.networks.seal import Gmac, Multilinear, Sealer, new_key, sealer
+from vllm_llumnix.kv.serving import block_server, block_stage
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.settings import MooncakeSettings, NixlSettings, WorkerSettings
 from vllm_llumnix.kv.transport import staged
+from vllm_llumnix.kv.transport.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 
@@ -394,7 +394,7 @@ async def test_a_worker_starts_stops_and_starts_again(over: Over) -> None:
 
 @pytest.mark.asyncio
 async def test_without_the_network(over: Over, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"vllm_llumnix.kv.{over.name}.why_not_installed", lambda: "it is not here")
+    monkeypatch.setattr(f"vllm_llumnix.kv.networks.{over.name}.why_not_installed", lambda: "it is not here")
     worker = FakeWorker(Memory())
     for required in (True, False):
         settings = packed(transports=(over.name, "tcp"), **{over.name: wanted(over, required=required)})

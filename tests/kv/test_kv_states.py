@@ -16,8 +16,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalcu
 from vllm.v1 import kv_cache_interface as vllm_names
 
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, Cut, StatePart, TensorRegion, cuts_behind, pair_pieces
-from vllm_llumnix.kv.vllm_cache import layout_of
+from vllm_llumnix.kv.memory.layout import BlockLayout, Cut, StatePart, TensorRegion, cuts_behind, pair_pieces
+from vllm_llumnix.kv.memory.vllm_cache import layout_of
 
 NUM_DRAFTS = 3
 NUM_BLOCKS = 7

@@ -21,16 +21,16 @@ from llumlet.process.secret_files import LOOK_S
 from tests.kv.fakes import Memory, describe, pull_of, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv import block_server
-from vllm_llumnix.kv.block_server import BlockServer
-from vllm_llumnix.kv.blocks_tcp import receive_frame
 from vllm_llumnix.kv.data_plane import tls_context
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import PeerMemory, decode_block_answer
-from vllm_llumnix.kv.process import NoncePage
+from vllm_llumnix.kv.memory.block_memory import HostMemory
+from vllm_llumnix.kv.mover.messages import PeerMemory, decode_block_answer
+from vllm_llumnix.kv.mover.process import NoncePage
+from vllm_llumnix.kv.serving import block_server
+from vllm_llumnix.kv.serving.block_server import BlockServer
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.transport import connections, tcp
+from vllm_llumnix.kv.transport.blocks_tcp import receive_frame
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 
 CHUNK = 1 << 20

@@ -21,10 +21,17 @@ from hypothesis import strategies as st
 from tests.kv.fakes import Memory, SourceProcess, describe, pull_of, source_process, until
 from tests.kv.loopback import LoopbackTransport
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv import process
-from vllm_llumnix.kv.layout import pair_pieces
-from vllm_llumnix.kv.messages import Thread
-from vllm_llumnix.kv.process import NoncePage, PinnedProcess, allow_readers, describe_thread, has_ended, start_time
+from vllm_llumnix.kv.memory.layout import pair_pieces
+from vllm_llumnix.kv.mover import process
+from vllm_llumnix.kv.mover.messages import Thread
+from vllm_llumnix.kv.mover.process import (
+    NoncePage,
+    PinnedProcess,
+    allow_readers,
+    describe_thread,
+    has_ended,
+    start_time,
+)
 from vllm_llumnix.kv.transport import local
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.local import LocalTransport, read_pieces

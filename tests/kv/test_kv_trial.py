@@ -19,12 +19,12 @@ from tests.kv.fakes import FakeWorker, Memory, packed, pull_of, source_process
 from vllm_llumnix import doctor
 from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.kv import kernels
-from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.kernels import native, reference, trial
 from vllm_llumnix.kv.kernels.plan import BlockCopy, alignment_of
-from vllm_llumnix.kv.layout import BlockLayout, Cut
-from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.memory.layout import BlockLayout, Cut
+from vllm_llumnix.kv.mover.messages import MoverInfo
+from vllm_llumnix.kv.mover.mover_client import MoverClient
+from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 CAPABILITY = bytes(CAPABILITY_BYTES)

@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.kv.fakes import FakeWorker, Memory
 from tests.support.protocols import missing, protocols_of
-from vllm_llumnix.kv import vllm_types as ours
+from vllm_llumnix.kv import vllm_worker_types as ours
 from vllm_llumnix.kv.worker import worker_of
 
 FOUND = [

@@ -21,11 +21,11 @@ from llumsim.engine.queue import QueuePlace
 from llumsim.engine.requests import EngineRequest, Watcher
 from llumsim.engine.step_model import EngineConfig, StepModel, load_hardware
 from tests.engine.rig import BLOCK_SIZE, new_request, new_scheduler
-from vllm_llumnix.engine.load import NOTHING, Place, share_of
-from vllm_llumnix.engine.scheduler_port import SchedulerPort
-from vllm_llumnix.engine.shortage import Shortage
-from vllm_llumnix.engine.step_times import sample_of
-from vllm_llumnix.engine.turns import queue_in_turn
+from vllm_llumnix.engine.blocks.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.load.load_sums import NOTHING, Place, share_of
+from vllm_llumnix.engine.load.step_times import sample_of
+from vllm_llumnix.engine.queue.shortage import Shortage
+from vllm_llumnix.engine.queue.turns import queue_in_turn
 
 STEP = StepModel(a=1000, b=7, c=1, d=5, e=1)
 SLOW = StepModel(a=20 * 10**9, b=10**8, c=0, d=10**8, e=0)

@@ -144,7 +144,7 @@ def test_the_whole_vllm_starts_patched_from_a_wheel(environment: Environment, wh
 KERNEL = """
 import torch
 from vllm_llumnix.kv.kernels import gather, native
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+from vllm_llumnix.kv.memory.layout import BlockLayout, TensorRegion
 layout = BlockLayout(0, 8, 4, (TensorRegion(0, 1, 8, 2, 2),), "LBHNC")
 buffer = torch.zeros(4, dtype=torch.uint8)
 gather(torch.arange(8, dtype=torch.uint8), layout, [3, 1], buffer, backend="cpp")

@@ -13,7 +13,7 @@ from tests.patching import rebase
 from tests.patching.conftest import Miniature
 from vllm_llumnix import doctor
 from vllm_llumnix.cli import ExitCode, main
-from vllm_llumnix.kv import nixl_process
+from vllm_llumnix.kv.networks import nixl_process
 from vllm_llumnix.patching.installed import examine
 from vllm_llumnix.patching.series import load, root
 from vllm_llumnix.seams import ALL

@@ -80,8 +80,9 @@ def test_what_has_changed_is_shown(wheel: Path, before: Release, tmp_path: Path,
     assert "+            if block.is_null:\n" in touch
     assert (report.written, len(report.misfits)) == (None, 3)
     main([str(wheel), "--series", str(OLD), "--into", str(tmp_path / "next")])
-    assert "changed: BlockPool.touch (vllm/v1/core/block_pool.py), used by engine/scheduler_port.py; refuses\n" in (
-        output := capsys.readouterr().out
+    assert (
+        "changed: BlockPool.touch (vllm/v1/core/block_pool.py), used by engine/blocks/scheduler_port.py; refuses\n"
+        in (output := capsys.readouterr().out)
     )
     assert "    +            if block.is_null:\n" in output
 
@@ -102,7 +103,9 @@ def test_a_function_that_is_gone_stops_it(vllm_033: Path, tmp_path: Path, capsys
     pool.write_text(pool.read_text().replace("def touch(", "def touch_all("))
     assert main([str(vllm_033), "--series", str(NEW), "--into", str(tmp_path / "next")]) == 1
     output = capsys.readouterr().out
-    assert output.startswith("is gone: BlockPool.touch (vllm/v1/core/block_pool.py), used by engine/scheduler_port.py")
+    assert output.startswith(
+        "is gone: BlockPool.touch (vllm/v1/core/block_pool.py), used by engine/blocks/scheduler_port.py"
+    )
     assert "1 functions are gone, nothing is written: change what uses them" in output
     assert not (tmp_path / "next").exists()
 

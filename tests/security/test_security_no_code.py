@@ -19,9 +19,10 @@ import llumsched
 import vllm_llumnix
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Refused
-from vllm_llumnix import request_wire
-from vllm_llumnix.engine import memory, request_state
-from vllm_llumnix.kv import messages
+from vllm_llumnix.engine.blocks import movers as memory
+from vllm_llumnix.engine.requests import request_state
+from vllm_llumnix.kv.mover import messages
+from vllm_llumnix.wire import request_wire
 
 PACKAGES = (llumlet, llumsched, vllm_llumnix)
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "jsonpickle"}

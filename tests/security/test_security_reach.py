@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_llumnix.hosts import reachable_host
-from vllm_llumnix.reach import Reach
+from vllm_llumnix.wire.hosts import reachable_host
+from vllm_llumnix.wire.reach import Reach
 
 HERE, ANYWHERE = Reach(anywhere=False), Reach(anywhere=True)
 

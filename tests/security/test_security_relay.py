@@ -25,12 +25,12 @@ from tests.frontend.conftest import context, directory, engine
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of, until
 from tests.support.authority import token_file
 from vllm_llumnix.config import LlumletConfig
-from vllm_llumnix.engine.relay import Relay as EngineRelay
+from vllm_llumnix.engine.service.relay_sender import Relay as EngineRelay
 from vllm_llumnix.frontend.key_check import KeyCheck
-from vllm_llumnix.reach import Reach
-from vllm_llumnix.relay_address import RelayAddress
-from vllm_llumnix.relay_keys import ZAP_DOMAIN, OriginKeys
 from vllm_llumnix.switch import CONFIG_VARIABLE
+from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.relay_address import RelayAddress
+from vllm_llumnix.wire.relay_keys import ZAP_DOMAIN, OriginKeys
 
 pytestmark = pytest.mark.asyncio
 __all__ = ["context", "directory", "engine"]

@@ -20,7 +20,7 @@ from llumlet.protocol.origin.replay import Replay
 from tests.shells.circumstances import before_copies, hanging, slow_copies
 from tests.shells.cluster import MAX_TOKENS, SECONDS, Cluster, Stream, until
 from tests.shells.network import Kind
-from vllm_llumnix.engine import claims
+from vllm_llumnix.engine.recovery import claims
 
 Play = Callable[[Cluster, Stream], Awaitable[str]]
 SOON_SECONDS = 0.15

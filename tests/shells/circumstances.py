@@ -13,7 +13,7 @@ from unittest import mock
 from llumlet.contract.types import AdoptRequest
 from tests.shells.cluster import Cluster, Instance, Stream
 from tests.shells.network import Kind
-from vllm_llumnix.kv.messages import Pull
+from vllm_llumnix.kv.mover.messages import Pull
 
 
 @contextlib.contextmanager

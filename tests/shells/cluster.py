@@ -43,9 +43,11 @@ from tests.shells.engine import NO_MESSAGE, Engine, engine_config
 from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, Reference, cells_of
 from tests.shells.network import Network, RelayProxy
 from vllm_llumnix.config import LlumletConfig
-from vllm_llumnix.engine import agent as agent_module
-from vllm_llumnix.engine import claims, migrations, progress
-from vllm_llumnix.engine import relay as engine_relay
+from vllm_llumnix.engine.load import progress
+from vllm_llumnix.engine.moves import migrations
+from vllm_llumnix.engine.recovery import claims
+from vllm_llumnix.engine.service import agent as agent_module
+from vllm_llumnix.engine.service import relay_sender as engine_relay
 from vllm_llumnix.frontend import watching
 from vllm_llumnix.switch import CONFIG_VARIABLE
 

@@ -26,8 +26,8 @@ from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheConfig, KVCacheGroupSpec
 
 from tests.shells.model import BLOCK_SIZE, NUM_BLOCKS, FakeExecutor
-from vllm_llumnix.engine.agent import LlumletAgent
 from vllm_llumnix.engine.loop import EngineLoop
+from vllm_llumnix.engine.service.agent import LlumletAgent
 
 NO_MESSAGE = b"\xff"
 """A request type that vLLM does not know: its input thread ends on it."""

@@ -13,7 +13,7 @@ from tests.shells.cluster import cluster_of, retold, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from tests.support.failures import failure
-from vllm_llumnix.engine import adoptions
+from vllm_llumnix.engine.recovery import adoptions
 
 pytestmark = MARKS
 

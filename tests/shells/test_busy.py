@@ -27,7 +27,7 @@ from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from tests.support.failures import failure
 from vllm_llumnix.frontend.calls import state_of
-from vllm_llumnix.request_wire import encode
+from vllm_llumnix.wire.request_wire import encode
 
 pytestmark = MARKS
 

@@ -16,8 +16,8 @@ from tests.shells.circumstances import hanging
 from tests.shells.cluster import Cluster, cluster_of, retold
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
-from vllm_llumnix.compiles import Compiles
-from vllm_llumnix.engine.progress import COMPILING
+from vllm_llumnix.engine.load.progress import COMPILING
+from vllm_llumnix.steps.compiles import Compiles
 
 pytestmark = MARKS
 

@@ -21,9 +21,9 @@ from tests.shells.circumstances import outputs_held, recorded, replays_only_at
 from tests.shells.cluster import cluster_of, retold, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
-from vllm_llumnix.engine.leaving import LeavingRequest
 from vllm_llumnix.engine.loop import EngineLoop, Leaving
-from vllm_llumnix.engine.request_state import residence_of
+from vllm_llumnix.engine.moves.source_request import SourceRequest
+from vllm_llumnix.engine.requests.request_state import residence_of
 
 pytestmark = MARKS
 
@@ -135,9 +135,9 @@ async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
 ) -> list[str]:
     """Its client leaves between the order to pin or freeze it and the loop's turn: nothing stays, whichever of the two
     things that the loop has to say is heard first."""
-    stock, observe = getattr(LeavingRequest, look), EngineLoop._observe
+    stock, observe = getattr(SourceRequest, look), EngineLoop._observe
 
-    def leaving_first(request: LeavingRequest, *args: Any) -> Any:
+    def leaving_first(request: SourceRequest, *args: Any) -> Any:
         request_ids = [request.request.request_id]
         request._loop.note_aborted(request_ids)
         request._loop.engine.abort_requests(request_ids)
@@ -149,7 +149,7 @@ async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
         observe(loop, leaving)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LeavingRequest, look, leaving_first)
+        patch.setattr(SourceRequest, look, leaving_first)
         patch.setattr(EngineLoop, "_observe", observing_late)
         async with cluster_of(model_dir) as cluster:
             stream = await company(cluster)

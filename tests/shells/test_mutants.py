@@ -19,14 +19,16 @@ from tests.shells.cells import PLAY, company
 from tests.shells.cluster import cluster_of
 from tests.shells.marks import MARKS
 from tests.simulation.mutants import EarlyFree, ResumeOnTimeout, SameTerm, Unasked, Unheeded
-from vllm_llumnix import relay_convert
-from vllm_llumnix.engine import claims, incoming, outgoing
-from vllm_llumnix.engine import relay as engine_relay
-from vllm_llumnix.engine.aborts import Aborts
-from vllm_llumnix.engine.reservations import Reservations
-from vllm_llumnix.engine.scheduler_port import FrozenRequest, Pin, SchedulerPort
+from vllm_llumnix.engine.blocks.reservations import Reservations
+from vllm_llumnix.engine.blocks.scheduler_port import FrozenRequest, Pin, SchedulerPort
+from vllm_llumnix.engine.moves import destination_shell as incoming
+from vllm_llumnix.engine.moves import source_shell as outgoing
+from vllm_llumnix.engine.recovery import claims
+from vllm_llumnix.engine.service import relay_sender as engine_relay
+from vllm_llumnix.engine.service.aborts import Aborts
 from vllm_llumnix.frontend import calls
 from vllm_llumnix.kv.transport import local
+from vllm_llumnix.wire import relay_convert
 
 pytestmark = MARKS
 
@@ -125,12 +127,12 @@ def wrong_byte(patch: Patch) -> None:
 
 def lost_tail(patch: Patch) -> None:
     """The source's tokens since the last round do not come with Commit."""
-    stock = incoming.IncomingMove._append
+    stock = incoming.DestinationShell._append
 
     def append(self: Any, token_ids: Sequence[int]) -> None:
         stock(self, [10 + token % 7 for token in token_ids])
 
-    patch.setattr(incoming.IncomingMove, "_append", append)
+    patch.setattr(incoming.DestinationShell, "_append", append)
 
 
 def never_told(patch: Patch) -> None:

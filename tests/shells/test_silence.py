@@ -16,7 +16,7 @@ from tests.shells.cluster import Cluster, cluster_of, side_by_side, until
 from tests.shells.marks import MARKS
 from tests.shells.test_cuts import ways
 from tests.support.failures import failure
-from vllm_llumnix.engine import relay
+from vllm_llumnix.engine.service import relay_sender as relay
 
 pytestmark = MARKS
 

@@ -11,30 +11,30 @@ import msgspec
 from vllm.lora.request import LoRARequest
 
 from vllm_llumnix import config as llumlet_config
-from vllm_llumnix.compiles import Place, write_down_compiles
-from vllm_llumnix.engine.agent import LlumletAgent, open_llumlet
-from vllm_llumnix.engine.claims import Claims
-from vllm_llumnix.engine.facts import engine_facts
-from vllm_llumnix.engine.features import why_features_stay
-from vllm_llumnix.engine.identity import EngineIdentity
-from vllm_llumnix.engine.load_events import follow_engine
+from vllm_llumnix.engine.blocks.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.compatibility.facts import engine_facts
+from vllm_llumnix.engine.compatibility.identity import EngineIdentity
+from vllm_llumnix.engine.compatibility.portability import why_engine_unsupported, why_kv_unsupported
+from vllm_llumnix.engine.load.load_events import follow_engine
+from vllm_llumnix.engine.load.model_watch import watch_model
+from vllm_llumnix.engine.load.progress import Progress
 from vllm_llumnix.engine.loop import EngineLoop
-from vllm_llumnix.engine.model_watch import watch_model
-from vllm_llumnix.engine.pauses import CHANGED
-from vllm_llumnix.engine.portability import why_engine_unsupported, why_kv_unsupported
-from vllm_llumnix.engine.progress import Progress
-from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.moves.pauses import CHANGED
+from vllm_llumnix.engine.recovery.claims import Claims
+from vllm_llumnix.engine.requests.features import why_features_stay
+from vllm_llumnix.engine.requests.whole_images import send_whole_images
 from vllm_llumnix.engine.seams import SEAMS, require
+from vllm_llumnix.engine.service.agent import LlumletAgent, open_llumlet
 from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.vllm_types import Engine
-from vllm_llumnix.engine.whole_images import send_whole_images
 from vllm_llumnix.errors import ConfigError, PatchError
-from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.mover.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
-from vllm_llumnix.kv.vllm_types import Worker, WorkerWrapper
+from vllm_llumnix.kv.vllm_worker_types import Worker, WorkerWrapper
 from vllm_llumnix.kv.worker import start_mover, worker_of
 from vllm_llumnix.patching import state
-from vllm_llumnix.step_record import StepRecord
+from vllm_llumnix.steps.compiles import Place, write_down_compiles
+from vllm_llumnix.steps.step_record import StepRecord
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
 logger = logging.getLogger("vllm.llumnix")

@@ -10,13 +10,13 @@ from llumlet.process.addresses import Address
 from llumlet.process.credentials import Credentials
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig
-from vllm_llumnix.engine.forwarding import Forwarding
-from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.blocks.movers import Movers
+from vllm_llumnix.engine.compatibility.identity import EngineIdentity
 from vllm_llumnix.engine.loop import EngineLoop
-from vllm_llumnix.engine.memory import Movers
-from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.service.forwarding import Forwarding
+from vllm_llumnix.engine.service.relay_sender import Relay
 from vllm_llumnix.engine.vllm_types import Engine
-from vllm_llumnix.peer_clients import PeerClients
+from vllm_llumnix.wire.peer_clients import PeerClients
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,17 +33,17 @@ from vllm.v1.request import RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.recovery.trials import Trials
 from vllm_llumnix import faults
-from vllm_llumnix.engine.block_rows import BlockRows
-from vllm_llumnix.engine.pauses import CallOff, Pauses
-from vllm_llumnix.engine.progress import Progress
-from vllm_llumnix.engine.request_state import residence_from, settle_in
-from vllm_llumnix.engine.reservations import Reserved
-from vllm_llumnix.engine.scheduler_port import SchedulerPort
-from vllm_llumnix.engine.step_times import StepTimes
+from vllm_llumnix.engine.blocks.block_rows import BlockRows
+from vllm_llumnix.engine.blocks.reservations import Reserved
+from vllm_llumnix.engine.blocks.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.load.progress import Progress
+from vllm_llumnix.engine.load.step_times import StepTimes
+from vllm_llumnix.engine.moves.pauses import CallOff, Pauses
+from vllm_llumnix.engine.requests.request_state import residence_from, settle_in
 from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.vllm_types import Engine, Request
-from vllm_llumnix.request_wire import without_name
-from vllm_llumnix.step_record import StepRecord
+from vllm_llumnix.steps.step_record import StepRecord
+from vllm_llumnix.wire.request_wire import without_name
 
 logger = logging.getLogger("vllm.llumnix")
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import uvloop
 
-from vllm_llumnix.kv.process import name_thread
+from vllm_llumnix.kv.mover.process import name_thread
 
 logger = logging.getLogger("vllm.llumnix")
 

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
-from vllm_llumnix.kv.vllm_types import KVCacheConfig, SchedulerOutput
+from vllm_llumnix.kv.vllm_worker_types import KVCacheConfig, SchedulerOutput
 
 
 class Request(Protocol):

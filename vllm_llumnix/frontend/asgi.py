@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ASGI middleware, which stands in front of vLLM's API by way of its own `--middleware` (`hooks.MIDDLEWARE`); that of a
-drain is in `drain`."""
+drain is in `server_drain`."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from llumlet.protocol.origin import replay_words as words
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.kept_inputs import named_tokens
-from vllm_llumnix.frontend.vllm_types import CacheConfig
-from vllm_llumnix.peer_clients import PeerClients
-from vllm_llumnix.request_wire import RequestState, encode, state_from, without_name
+from vllm_llumnix.frontend.vllm_client_types import CacheConfig
+from vllm_llumnix.wire.peer_clients import PeerClients
+from vllm_llumnix.wire.request_wire import RequestState, encode, state_from, without_name
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest

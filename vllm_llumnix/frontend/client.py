@@ -32,10 +32,10 @@ from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.asgi import num_deaths, served
 from vllm_llumnix.frontend.origin import OriginShell
 from vllm_llumnix.frontend.seams import SEAMS
-from vllm_llumnix.frontend.sessions import InputSessions
-from vllm_llumnix.frontend.vllm_types import Client, VllmConfig
-from vllm_llumnix.request_wire import with_name
+from vllm_llumnix.frontend.session_inputs import InputSessions
+from vllm_llumnix.frontend.vllm_client_types import Client, VllmConfig
 from vllm_llumnix.switch import CONFIG_VARIABLE
+from vllm_llumnix.wire.request_wire import with_name
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

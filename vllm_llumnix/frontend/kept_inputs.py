@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
-from vllm_llumnix.features_wire import MAX_INPUT_BYTES, is_plain, is_whole, num_bytes
-from vllm_llumnix.request_wire import EC_PARAMETERS, KV_PARAMETERS, may_be_lost
+from vllm_llumnix.wire.features_wire import MAX_INPUT_BYTES, is_plain, is_whole, num_bytes
+from vllm_llumnix.wire.request_wire import EC_PARAMETERS, KV_PARAMETERS, may_be_lost
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest

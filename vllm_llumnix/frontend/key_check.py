@@ -9,7 +9,7 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from vllm_llumnix.relay_keys import ZAP_DOMAIN, OriginKeys
+from vllm_llumnix.wire.relay_keys import ZAP_DOMAIN, OriginKeys
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"

@@ -27,24 +27,24 @@ from llumlet.protocol.origin.origin import Deliver, Fail, Origin, OriginEffect, 
 from llumlet.protocol.origin.owners import Owner
 from llumlet.protocol.origin.parts import Input
 from llumlet.protocol.origin.streams import Part, Stream
-from vllm_llumnix import step_record
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
 from vllm_llumnix.frontend import endings
 from vllm_llumnix.frontend.calls import Calls
 from vllm_llumnix.frontend.deaths import is_gone
-from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.kept_inputs import num_prompt_tokens, room_for, why_never, without_inputs
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.output_form import output_form_of
 from vllm_llumnix.frontend.peers import Peers
-from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
-from vllm_llumnix.frontend.sessions import send_part
-from vllm_llumnix.frontend.vllm_types import BalancingClient, Client, VllmConfig
+from vllm_llumnix.frontend.relay_socket import Complaints, Receive, RelaySocket
+from vllm_llumnix.frontend.server_drain import drain
+from vllm_llumnix.frontend.session_inputs import send_part
+from vllm_llumnix.frontend.vllm_client_types import BalancingClient, Client, VllmConfig
 from vllm_llumnix.frontend.watching import Standstills, watch
-from vllm_llumnix.peer_clients import PeerClients
-from vllm_llumnix.relay_convert import check, engine_output_from, sliced
-from vllm_llumnix.relay_keys import OriginKeys
+from vllm_llumnix.steps import step_record
+from vllm_llumnix.wire.peer_clients import PeerClients
+from vllm_llumnix.wire.relay_convert import check, engine_output_from, sliced
+from vllm_llumnix.wire.relay_keys import OriginKeys
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest

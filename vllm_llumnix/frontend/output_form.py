@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from vllm_llumnix.frontend.vllm_types import VllmConfig
-from vllm_llumnix.relay_convert import ExpertsForm, OutputForm
+from vllm_llumnix.frontend.vllm_client_types import VllmConfig
+from vllm_llumnix.wire.relay_convert import ExpertsForm, OutputForm
 
 
 def output_form_of(vllm_config: VllmConfig) -> OutputForm:

@@ -18,23 +18,22 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from vllm_llumnix import block_tls
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.hosts import reachable_host, with_port
 from vllm_llumnix.kv import kernels
-from vllm_llumnix.kv.block_server import BlockServer
-from vllm_llumnix.kv.cuda_share import share
-from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import Grants
-from vllm_llumnix.kv.layout import BlockLayout
-from vllm_llumnix.kv.memory import BlockMemory, CudaMemory, HostMemory
-from vllm_llumnix.kv.messages import CudaShare, NetworkName, PeerMemory
-from vllm_llumnix.kv.mooncake import MooncakeEngine
-from vllm_llumnix.kv.mover import Mover
-from vllm_llumnix.kv.nixl import NixlEngine
-from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.memory.block_memory import BlockMemory, CudaMemory, HostMemory
+from vllm_llumnix.kv.memory.cuda_share import share
+from vllm_llumnix.kv.memory.layout import BlockLayout
+from vllm_llumnix.kv.memory.vllm_cache import arrangement_of, layout_of, storage_of
+from vllm_llumnix.kv.mover.endpoint import PrivateDirectory
+from vllm_llumnix.kv.mover.messages import CudaShare, NetworkName, PeerMemory
+from vllm_llumnix.kv.mover.mover_thread import Mover
+from vllm_llumnix.kv.mover.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
+from vllm_llumnix.kv.networks.nixl import NixlEngine
+from vllm_llumnix.kv.networks.staging import GpuStagingArea, SharedStagingArea, StagingArea
+from vllm_llumnix.kv.serving.block_server import BlockServer
+from vllm_llumnix.kv.serving.grants import Grants
 from vllm_llumnix.kv.settings import MooncakeSettings, NixlSettings, WorkerSettings
-from vllm_llumnix.kv.staging import GpuStagingArea, SharedStagingArea, StagingArea
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport
@@ -43,8 +42,9 @@ from vllm_llumnix.kv.transport.mooncake import MooncakeNetwork
 from vllm_llumnix.kv.transport.nixl import NixlNetwork
 from vllm_llumnix.kv.transport.staged import Network, StagedTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
-from vllm_llumnix.kv.vllm_cache import arrangement_of, layout_of, storage_of
-from vllm_llumnix.kv.vllm_types import Worker
+from vllm_llumnix.kv.vllm_worker_types import Worker
+from vllm_llumnix.wire import block_tls
+from vllm_llumnix.wire.hosts import reachable_host, with_port
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

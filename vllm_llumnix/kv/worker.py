@@ -11,17 +11,17 @@ import msgspec
 import torch
 
 from vllm_llumnix import faults
-from vllm_llumnix.compiles import compiling
-from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.data_plane import DataPlane
 from vllm_llumnix.kv.fingerprint import common_fingerprint, fingerprint, text_config_of
-from vllm_llumnix.kv.grants import CAPTURES
-from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.memory.vllm_cache import arrangement_of, backends_of, caches_of, has_states
+from vllm_llumnix.kv.mover import messages
+from vllm_llumnix.kv.mover.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS
+from vllm_llumnix.kv.serving.grants import CAPTURES
 from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.vllm_cache import arrangement_of, backends_of, caches_of, has_states
-from vllm_llumnix.kv.vllm_types import ModelRunner, SchedulerOutput, Sleeper, Worker, WorkerWrapper
-from vllm_llumnix.thinking_budget import BudgetHolder, sync_with_history
+from vllm_llumnix.kv.vllm_worker_types import ModelRunner, SchedulerOutput, Sleeper, Worker, WorkerWrapper
+from vllm_llumnix.steps.compiles import compiling
+from vllm_llumnix.steps.thinking_budget import BudgetHolder, sync_with_history
 
 logger = logging.getLogger(__name__)
 

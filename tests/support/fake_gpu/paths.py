@@ -22,10 +22,10 @@ import torch
 from tests.kv.fakes import FakeWorker, Memory, packed
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.kernels import Uploaded
-from vllm_llumnix.kv.layout import Cut
-from vllm_llumnix.kv.memory import CudaMemory, HostMemory, OnDevice
-from vllm_llumnix.kv.messages import MoverInfo
-from vllm_llumnix.kv.staging import GpuStagingArea
+from vllm_llumnix.kv.memory.block_memory import CudaMemory, HostMemory, OnDevice
+from vllm_llumnix.kv.memory.layout import Cut
+from vllm_llumnix.kv.mover.messages import MoverInfo
+from vllm_llumnix.kv.networks.staging import GpuStagingArea
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 GPU = torch.device("cuda", 0)

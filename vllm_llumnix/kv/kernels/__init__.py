@@ -41,7 +41,7 @@ import torch
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.kv.kernels import native, reference, trial
 from vllm_llumnix.kv.kernels.plan import BlockCopy, BlockIds, Chunk, Uploaded, in_chunks, planned
-from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.memory.layout import BlockLayout
 
 __all__ = ["Backend", "Choice", "Chunk", "Uploaded", "gather", "in_chunks", "obstacle", "scatter", "settle", "why_not"]
 

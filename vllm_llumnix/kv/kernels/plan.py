@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm_llumnix.kv.layout import BlockLayout, Ids, TensorRegion
+from vllm_llumnix.kv.memory.layout import BlockLayout, Ids, TensorRegion
 
 
 class Uploaded:

@@ -18,7 +18,7 @@ import torch
 
 from vllm_llumnix.kv.kernels import reference
 from vllm_llumnix.kv.kernels.plan import BlockCopy, alignment_of, planned
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+from vllm_llumnix.kv.memory.layout import BlockLayout, TensorRegion
 
 NUM_BLOCKS: Final = 2
 NUM_LAYERS: Final = 2

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cuts, require_same_pages
-from vllm_llumnix.kv.messages import PeerMemory, Pull
+from vllm_llumnix.kv.memory.layout import WHOLE, BlockLayout, Cuts, require_same_pages
+from vllm_llumnix.kv.mover.messages import PeerMemory, Pull
 
 STALL_SECONDS: Final = 5.0
 """How long nothing may come in the middle of a pull."""

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavailable
-from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cuts, Pieces, Words, pair_pieces
-from vllm_llumnix.kv.messages import PeerMemory, Pull
-from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of, yama_scope
+from vllm_llumnix.kv.memory.layout import WHOLE, BlockLayout, Cuts, Pieces, Words, pair_pieces
+from vllm_llumnix.kv.mover.messages import PeerMemory, Pull
+from vllm_llumnix.kv.mover.process import OFFER_BYTES, PinnedProcess, offer_of, yama_scope
 from vllm_llumnix.kv.transport.base import require_readable
 
 IOV_MAX = 1024

@@ -24,10 +24,10 @@ import torch
 
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.kv import kernels
-from vllm_llumnix.kv.cuda_share import mapped, require_plausible
 from vllm_llumnix.kv.kernels import Uploaded, in_chunks
-from vllm_llumnix.kv.layout import WHOLE, BlockLayout, Cuts, require_pairs, require_same_pages
-from vllm_llumnix.kv.messages import PeerMemory, Pull
+from vllm_llumnix.kv.memory.cuda_share import mapped, require_plausible
+from vllm_llumnix.kv.memory.layout import WHOLE, BlockLayout, Cuts, require_pairs, require_same_pages
+from vllm_llumnix.kv.mover.messages import PeerMemory, Pull
 from vllm_llumnix.kv.transport.base import TURN_SECONDS
 from vllm_llumnix.kv.transport.local import LocalTransport
 

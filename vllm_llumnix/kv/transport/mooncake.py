@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Final
 
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.hosts import connect
-from vllm_llumnix.kv.messages import PeerMemory
-from vllm_llumnix.kv.mooncake import MooncakeEngine, MooncakeRead
-from vllm_llumnix.kv.staging import Slot
+from vllm_llumnix.kv.mover.messages import PeerMemory
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine, MooncakeRead
+from vllm_llumnix.kv.networks.staging import Slot
 from vllm_llumnix.kv.transport.connections import CONNECT_SECONDS
+from vllm_llumnix.wire.hosts import connect
 
 
 class MooncakeNetwork:

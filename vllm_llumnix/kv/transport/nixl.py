@@ -7,9 +7,9 @@ import time
 from typing import Final
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv.messages import GREETING_BYTES, NixlMemory, PeerMemory
-from vllm_llumnix.kv.nixl import NixlEngine, NixlRead
-from vllm_llumnix.kv.staging import SharedStagingArea, Slot
+from vllm_llumnix.kv.mover.messages import GREETING_BYTES, NixlMemory, PeerMemory
+from vllm_llumnix.kv.networks.nixl import NixlEngine, NixlRead
+from vllm_llumnix.kv.networks.staging import SharedStagingArea, Slot
 
 TRIAL_SECONDS: Final = 2.0
 """How long the first read may take, for which UCX connects. Who asks waits for five in all."""

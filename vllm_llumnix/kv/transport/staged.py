@@ -20,11 +20,11 @@ from typing import Final, Protocol
 import torch
 
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv.layout import WHOLE, Cuts, require_pairs, require_same_pages
-from vllm_llumnix.kv.memory import BlockMemory, Blocks
-from vllm_llumnix.kv.messages import DEPTH, NetworkName, PeerMemory, Pull, StageRequest, decode_stage_answer
-from vllm_llumnix.kv.seal import new_key, sealer
-from vllm_llumnix.kv.staging import Slot, StagingArea
+from vllm_llumnix.kv.memory.block_memory import BlockMemory, Blocks
+from vllm_llumnix.kv.memory.layout import WHOLE, Cuts, require_pairs, require_same_pages
+from vllm_llumnix.kv.mover.messages import DEPTH, NetworkName, PeerMemory, Pull, StageRequest, decode_stage_answer
+from vllm_llumnix.kv.networks.seal import new_key, sealer
+from vllm_llumnix.kv.networks.staging import Slot, StagingArea
 from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_served, send
 from vllm_llumnix.kv.transport.obstacles import Obstacles

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv.layout import WHOLE, Cuts, require_pairs, require_same_pages
-from vllm_llumnix.kv.memory import BlockMemory, Transfer
-from vllm_llumnix.kv.messages import BlockRequest, PeerMemory, Pull, decode_block_answer
+from vllm_llumnix.kv.memory.block_memory import BlockMemory, Transfer
+from vllm_llumnix.kv.memory.layout import WHOLE, Cuts, require_pairs, require_same_pages
+from vllm_llumnix.kv.mover.messages import BlockRequest, PeerMemory, Pull, decode_block_answer
 from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_granted, require_served, send
 

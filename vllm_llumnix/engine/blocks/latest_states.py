@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of requests beside speculative decoding. Loop thread only.
+
+A step computes the drafts that it is given as if all were accepted, and leaves a state behind each: recurrent ones in
+blocks of their own, one behind the other in the block table, from where the step's last token belongs; the inputs of
+convolutions in the first of these, where they begin one further on for each draft. Which of them is the latest is what
+the sampler accepts. The workers note it for themselves; here it is told from the tokens that the step has brought.
+
+Where the last accepted draft fills a block that is kept, vLLM puts the state behind it in its first place, after it has
+told the tokens: at that moment nobody knows where it is, and the request takes one more step before it is frozen.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm.v1.engine import EngineCoreOutputs
+
+from vllm_llumnix.engine.blocks.block_rows import BlockRows
+from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.engine.vllm_types import Request, Scheduler
+from vllm_llumnix.kv.vllm_worker_types import SchedulerOutput
+
+
+class Latest(NamedTuple):
+    """The latest state of a request: behind `num_accepted` drafts of a step that was given the tokens to `num_tokens`.
+    `is_put_elsewhere`: perhaps by now."""
+
+    num_tokens: int
+    num_accepted: int = 0
+    is_put_elsewhere: bool = False
+
+
+class LatestStates:
+    """Those of one scheduler's requests, from here on."""
+
+    def __init__(self, scheduler: Scheduler, rows: BlockRows) -> None:
+        self._size = rows.state_size
+        self._latest: dict[str, tuple[Request, Latest]] = {}
+        """Of requests that have taken a step here. One that left and has come back is another object."""
+        self.are_lost_by_waiting = bool(rows.num_drafts) and not scheduler.use_v2_model_runner
+        """Whether workers forget what was accepted of a request that is left out of a step: the V1 runner takes it from
+        its batch, and goes on behind the first token of its last step when it comes back."""
+        if rows.num_drafts:
+            self._follow(scheduler)
+
+    def of(self, request: Request) -> Latest:
+        """Of a request that no step in flight works on."""
+        known, latest = self._latest.get(request.request_id, (None, None))
+        return latest if latest and known is request else Latest(request.num_computed_tokens)
+
+    def _follow(self, scheduler: Scheduler) -> None:
+        update = scheduler.update_from_output
+
+        def update_from_output(
+            scheduler_output: SchedulerOutput, model_runner_output: object
+        ) -> dict[int, EngineCoreOutputs]:
+            stepped = [
+                (request, request.num_computed_tokens, request.num_output_tokens)
+                for request_id in scheduler_output.num_scheduled_tokens
+                if (request := scheduler.requests.get(request_id)) is not None
+            ]
+            outputs = update(scheduler_output, model_runner_output)
+            for request, num_tokens, num_outputs in stepped:
+                self._stepped(request, num_tokens, request.num_output_tokens - num_outputs)
+            for request_id in self._latest.keys() - scheduler.requests.keys():
+                del self._latest[request_id]
+            return outputs
+
+        SEAMS.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
+
+    def _stepped(self, request: Request, num_tokens: int, num_sampled: int) -> None:
+        """A step that was given the tokens to `num_tokens`, if it is the last in flight, has brought `num_sampled`."""
+        num_accepted = max(0, num_sampled - 1)
+        fills_a_block = request.num_computed_tokens == num_tokens and num_tokens % self._size == 0
+        latest = Latest(num_tokens, num_accepted, is_put_elsewhere=fills_a_block and num_accepted > 0)
+        self._latest[request.request_id] = request, latest

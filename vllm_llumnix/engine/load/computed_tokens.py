@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens an engine has computed, and how many of them again: what preemption costs.
+
+A token is computed when a step schedules it. It is computed again if its KV cache was there before and is lost: of a
+request that was preempted, or that has come in the middle of its stream without its KV cache. What the prefix cache
+still holds of it is not scheduled, and does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.engine.vllm_types import Request, Scheduler
+from vllm_llumnix.kv.vllm_worker_types import SchedulerOutput
+
+
+class ComputedTokens:
+    """Since the engine's start. Written by the loop thread, read by any other."""
+
+    def __init__(self) -> None:
+        self.computed = 0
+        self.recomputed = 0
+        """Tokens among them that had been computed before."""
+        self._lost: dict[str, int] = {}
+        """Requests that compute tokens again, and the number of tokens after which they are where they were."""
+
+    def lost(self, request: Request, num_tokens: int) -> None:
+        """The KV cache of the request's first `num_tokens` tokens is gone, and the request is not."""
+        if num_tokens > self._lost.get(request.request_id, 0):
+            self._lost[request.request_id] = num_tokens
+
+    def scheduled(self, requests: Mapping[str, Request], step: SchedulerOutput) -> None:
+        self.computed += step.total_num_scheduled_tokens
+        if not self._lost:
+            return
+        for request_id in self._lost.keys() & step.num_scheduled_tokens.keys():
+            # Scheduled tokens are among those that vLLM calls computed by now.
+            end, had = requests[request_id].num_computed_tokens, self._lost[request_id]
+            begin = end - step.num_scheduled_tokens[request_id]
+            self.recomputed += max(min(end, had) - begin, 0)
+            if end >= had:
+                del self._lost[request_id]
+
+    def gone(self, request_id: str) -> None:
+        self._lost.pop(request_id, None)
+
+
+def computed_tokens_of(scheduler: Scheduler) -> ComputedTokens:
+    """Counts that follow `scheduler`."""
+    tokens = ComputedTokens()
+    stock_schedule, preempt, free = scheduler.schedule, scheduler._preempt_request, scheduler._free_request
+
+    def schedule(*args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = stock_schedule(*args, **kwargs)
+        tokens.scheduled(scheduler.requests, output)
+        return output
+
+    def preempt_request(request: Request, *args: Any, **kwargs: Any) -> None:
+        tokens.lost(request, request.num_computed_tokens)
+        preempt(request, *args, **kwargs)
+
+    def free_request(request: Request, *args: Any, **kwargs: Any) -> Any:
+        tokens.gone(request.request_id)
+        return free(request, *args, **kwargs)
+
+    SEAMS.wrap(scheduler, "Scheduler.schedule", schedule)
+    SEAMS.wrap(scheduler, "Scheduler._preempt_request", preempt_request)
+    SEAMS.wrap(scheduler, "Scheduler._free_request", free_request)
+    return tokens

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.rescheduling.config import Config, LoadTarget
-from llumsched.rescheduling.moves import Selection
+from llumsched.rescheduling.planning.moves import Selection
 from llumsched.rescheduling.rescheduler import Rescheduler
+from llumsched.rescheduling.rescheduling_config import LoadTarget, ReschedulingConfig
 from llumsim.live import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
 from tests.support.progress import saying
 
@@ -33,7 +33,7 @@ MODEL: Final = engine_model(num_blocks=4096)
 JOINS_S: Final = 2.0
 NEAR: Final = 0.15
 FILLED: Final = 2 / 3
-OURS: Final = Config()
+OURS: Final = ReschedulingConfig()
 _LLUMNIX_1024: Final = Selection(Unit.TOKEN, Order.SR, 1024)
 VARIANTS: Final = {
     "ours": OURS,
@@ -59,7 +59,7 @@ class Result:
     moved_again: int = 0
 
 
-async def measure(variant: str, config: Config, seconds: float) -> Result:
+async def measure(variant: str, config: ReschedulingConfig, seconds: float) -> Result:
     store = EmbeddedStore()
     await store.start()
     result = Result(variant)

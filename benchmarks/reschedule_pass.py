@@ -24,10 +24,10 @@ from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table as ClusterTable
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import View
-from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.history import History
-from llumsched.rescheduling.planner import Plan, plan
-from llumsched.rescheduling.policies import ReschedulingPolicy, load_policies
+from llumsched.rescheduling.executing.history import History
+from llumsched.rescheduling.planning.planner import Plan, plan
+from llumsched.rescheduling.planning.policies import ReschedulingPolicy, load_policies
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from tests.support.progress import saying
 
 CAPACITY = 400_000
@@ -41,7 +41,7 @@ def measure_pass(num_instances: int, passes: int = PASSES) -> float:
 
 
 def _durations_ms(num_instances: int, passes: int, *, even: bool = False) -> list[float]:
-    config, view = Config(), _cluster(num_instances, even)
+    config, view = ReschedulingConfig(), _cluster(num_instances, even)
     table = standard_table(InFlight(), StepModels(time.monotonic))
     history, policies = History(config), load_policies(config)
     view.observe(table)
@@ -55,7 +55,11 @@ def _durations_ms(num_instances: int, passes: int, *, even: bool = False) -> lis
 
 
 def _pass(
-    view: View, table: ClusterTable, policies: tuple[ReschedulingPolicy, ...], config: Config, history: History
+    view: View,
+    table: ClusterTable,
+    policies: tuple[ReschedulingPolicy, ...],
+    config: ReschedulingConfig,
+    history: History,
 ) -> Plan:
     """One pass as `Rescheduler` makes it; nothing is begun, so that every pass finds the same."""
     now_s = time.monotonic()

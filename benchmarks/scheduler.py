@@ -54,11 +54,11 @@ from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.metrics import METRICS
 from llumsched.policy.selectors import Draw
 from llumsched.request import Request
-from llumsched.rescheduling.config import Config as ReschedulingConfig
-from llumsched.rescheduling.history import History
-from llumsched.rescheduling.planner import plan
-from llumsched.rescheduling.policies import load_policies
-from llumsched.scheduler.metrics import SchedulerMetrics
+from llumsched.rescheduling.executing.history import History
+from llumsched.rescheduling.planning.planner import plan
+from llumsched.rescheduling.planning.policies import load_policies
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
+from llumsched.scheduler.scheduler_metrics import SchedulerMetrics
 from tests.support import scheduling_reference as reference
 from tests.support.report import add_json, print_json
 from tests.support.stats import quantile

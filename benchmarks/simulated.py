@@ -20,8 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from llumlet.process import setting_sources, settings
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.reader import built_in_policies
-from llumsched.rescheduling import arguments as rescheduling
-from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.rescheduling import switches as rescheduling
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsim.cluster.lengths import LENGTHS, PAIRS, Lengths
 from llumsim.cluster.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled, waved
 from llumsim.engine.step_model import EngineConfig

@@ -21,8 +21,8 @@ from llumlet.process.credentials import NONE, Credentials
 from llumlet.process.roles import Role
 from llumlet.process.standard_streams import guarded
 from llumsched.commands import COMMANDS, WITH_FURTHER, Command, load
-from llumsched.exit_codes import ExitCode
-from llumsched.llumnix_flags import instead_of
+from llumsched.console.exit_codes import ExitCode
+from llumsched.console.llumnix_flags import instead_of
 
 _EPILOG = """exit codes:
   0  done; migrate: every selected request moved; drain: every stream came to its end

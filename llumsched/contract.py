@@ -43,7 +43,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 T = TypeVar("T")
 
 
-class Endpoint(Struct):
+class HostPort(Struct):
     host: Name
     port: Port
 
@@ -57,7 +57,7 @@ class Endpoint(Struct):
 
 class LLMInstance(Struct):
     id: Name
-    endpoint: Endpoint
+    endpoint: HostPort
     model: Name = ""
     infer_type: Name = InferType.NEUTRAL
     version: int = 0
@@ -174,7 +174,7 @@ class Report(Struct):
 class Avoided(Struct):
     """An instance to which a gateway sends nothing now."""
 
-    endpoint: Endpoint
+    endpoint: HostPort
     cause: Cause
     reason: Annotated[str, Meta(max_length=1024)] = ""
     since_s: Annotated[float, Meta(ge=0)] = 0.0

@@ -19,7 +19,7 @@ from llumsched.tls import checked_ca_file, client_context
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class SchedulerAccess:
     """How the HTTP service of a scheduler is asked."""
 
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -35,7 +35,7 @@ class Access:
         )
 
 
-IN_CLEAR: Final = Access()
+IN_CLEAR: Final = SchedulerAccess()
 """Access over plain HTTP, as nobody in particular."""
 
 
@@ -55,5 +55,7 @@ class AccessSettings:
     )
 
     @property
-    def access(self) -> Access:
-        return Access(Bearer(self.token_file, "service token"), client_context(self.ca_file) if self.ca_file else None)
+    def access(self) -> SchedulerAccess:
+        return SchedulerAccess(
+            Bearer(self.token_file, "service token"), client_context(self.ca_file) if self.ca_file else None
+        )

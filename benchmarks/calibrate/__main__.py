@@ -45,7 +45,7 @@ from benchmarks.calibrate.probe import Probed, probe
 from benchmarks.calibrate.real import Cluster, CountedStatuses
 from benchmarks.calibrate.tables import tables
 from benchmarks.rebalance import Arrival, Case
-from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsched.up.ports import free_port
 from llumsim.cluster.control import ControlConfig
 from llumsim.cluster.run import ClusterConfig

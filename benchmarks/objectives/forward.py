@@ -3,7 +3,7 @@
 
 Simulated, with production's view, account, step models and dispatch (docs/operate/simulator.md). Statuses come in
 production's cadence and are so old when they come. Several times a second of virtual time each instance's KV usage
-and decode batch in the first scheduler's table, and the same moved on (`llumsched.cluster.forward`), are compared
+and decode batch in the first scheduler's table, and the same moved on (`llumsched.foresight.moved_on`), are compared
 with what it would report at that moment. What nobody but the engine can know is who ends; so each load is played
 three times: all requests end at the `max_tokens` that their engine knows, half of them, none.
 

@@ -19,12 +19,12 @@ from benchmarks.objectives.forward import SMALLER
 from benchmarks.objectives.latency import IDLE, LOADS, NUM_ENGINES, Load, World, play
 from benchmarks.objectives.outcome import Outcome
 from llumlet.protocol.infer_type import InferType
-from llumsched.cluster.forward import Forward
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.foresight.moved_on import Forward
 from llumsched.policy.document import Mode, load_policy
 from llumsched.up.ports import free_port
 from tests.support.harness import Fleet

@@ -31,7 +31,7 @@ from benchmarks.objectives.outcome import Outcome
 from benchmarks.rebalance import TOKEN_IDS, Arrival
 from benchmarks.rebalance import play as play_all
 from llumlet.contract.client import LlumletClient
-from llumsched.rescheduling.config import USUAL
+from llumsched.rescheduling.rescheduling_config import USUAL
 from llumsched.up.ports import free_port
 from tests.support.control import Control, rescheduling
 from tests.support.harness import Fleet, Server, ServerSpec

@@ -28,7 +28,7 @@ from typing import Final
 from benchmarks.objectives.outcome import Outcome
 from benchmarks.paper.lab import INFAAS
 from benchmarks.simulated import Load, Setting, read_setting
-from llumsched.scaling.config import Bounds, Config
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 from llumsim.cluster.control import ControlConfig
 from llumsim.cluster.lengths import LENGTHS
 from llumsim.cluster.metrics import Slo, Summary
@@ -56,7 +56,7 @@ _RAMP_RATES: Final = (2.0, 10.0, 1.0)
 _RAMP_COLD_S: Final = 100.0
 _RAMP_SLO: Final = Slo(ttft_s=5.0, tpot_s=0.15)
 _RAMP_LENGTHS: Final = LENGTHS["medium"], LENGTHS["short"]
-_RAMP: Final = Config(
+_RAMP: Final = ScalingConfig(
     bounds=Bounds(1, RAMP_MOST), low_freeness=200.0, high_freeness=350.0, cold_start_s=_RAMP_COLD_S, settle_s=30.0
 )
 
@@ -70,8 +70,10 @@ class Case:
     cold_start_s: float = _READY_S
 
     @property
-    def scaling(self) -> Config:
-        return Config(bounds=Bounds(1, MOST), cold_start_s=self.cold_start_s, settle_s=max(10.0, self.cold_start_s / 2))
+    def scaling(self) -> ScalingConfig:
+        return ScalingConfig(
+            bounds=Bounds(1, MOST), cold_start_s=self.cold_start_s, settle_s=max(10.0, self.cold_start_s / 2)
+        )
 
 
 POINT: Final = Case("1.5/s")
@@ -167,8 +169,8 @@ def ramp(seconds: float, draw: random.Random) -> list[Arrival]:
 
 
 def _play(
-    setting: Setting, hardware: Hardware, arrivals: Sequence[Arrival], most: int, scaling: Config | None, seed: int,
-    slo: Slo | None = None,
+    setting: Setting, hardware: Hardware, arrivals: Sequence[Arrival], most: int, scaling: ScalingConfig | None,
+    seed: int, slo: Slo | None = None,
 ) -> Summary:  # fmt: skip
     config = ClusterConfig(
         groups=[("", hardware, most)],

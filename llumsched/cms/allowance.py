@@ -20,7 +20,7 @@ _NAME_BYTES: Final = 64
 """Cost of a name in a list, in the time of bytes, beside its own."""
 
 
-class Allowance:
+class TimeAllowance:
     """The time that a stream may take: a second's worth at once, and then what time brings."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

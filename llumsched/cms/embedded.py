@@ -25,11 +25,11 @@ from llumlet.process.addresses import Address
 from llumlet.process.credentials import NONE, Credentials
 from llumlet.process.tasks import cancel
 from llumsched.cluster.view import View
-from llumsched.cms.allowance import Allowance
+from llumsched.cms.allowance import TimeAllowance
 from llumsched.cms.intake import MAX_INSTANCES, PATIENCE, Intake, Patience, ReportRefused
 from llumsched.cms.peers import PeerLists
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
-from llumsched.cms.watchers import Watcher
+from llumsched.cms.watchers import ViewWatcher
 
 logger = logging.getLogger(__name__)
 Context = aio.ServicerContext[Any, Any]
@@ -164,7 +164,7 @@ class _Servicer(CmsServicer):
         return types.ReportTaken(min_interval_s=num_times * len(self._view) / MOST_STATUSES_PER_S)
 
     async def _follow(self, context: Context, instance_id: str, incarnation: str) -> None:
-        allowance = Allowance()
+        allowance = TimeAllowance()
         while (report := await context.read()) is not EOF:
             match report.WhichOneof("report"):
                 case "status":
@@ -199,7 +199,7 @@ class _Servicer(CmsServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watch already")
         self._watchers += 1
         try:
-            async with Watcher(self._view) as watcher:
+            async with ViewWatcher(self._view) as watcher:
                 while True:
                     change: types.ViewChange = await watcher.next()
                     await tell(context, change)

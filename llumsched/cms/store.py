@@ -82,7 +82,7 @@ def open_store(url: str, credentials: Credentials = NONE, *, insecure: bool = Fa
         from llumsched.cms.embedded import EmbeddedStore
 
         return EmbeddedStore(*_listen_address(url), credentials=credentials, insecure=insecure, patience=patience)
-    from llumsched.cms.watch import WatchStore
+    from llumsched.cms.watch_store import WatchStore
 
     return WatchStore(Address.parse(url), credentials)
 

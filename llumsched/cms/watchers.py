@@ -18,7 +18,7 @@ BEAT_S: Final = 1.0
 _MAX_PENDING: Final = 2 * MAX_INSTANCES
 
 
-class Watcher:
+class ViewWatcher:
     """An `Observer` from `async with` on. Holds at most an entry for each id that is known or has left."""
 
     def __init__(self, view: View) -> None:

@@ -48,6 +48,6 @@ WITH_FURTHER: Final = frozenset({"up", "doctor"})
 
 def load(name: str) -> Command:
     """The module of one of COMMANDS."""
-    module: Any = importlib.import_module(f"{__name__}.{name}")
+    module: Any = importlib.import_module(f"{__name__}.{name}_command")
     command: Command = module
     return command

@@ -14,11 +14,11 @@ from llumlet.process.addresses import Address
 from llumlet.process.credentials import Credentials
 from llumlet.process.kinds import Kind
 from llumlet.process.setting_sources import Reading
-from llumsched.cms.snapshot import CmsUnreachable, look
+from llumsched.cms.look import CmsUnreachable, look
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.commands.arguments import OPTIONS
+from llumsched.console.fan_out import LlumletAnswer, ask_all
 from llumsched.contract import SCHEDULER_PORT
-from llumsched.fan_out import Answer, ask_all
 
 CMS_VARIABLE: Final = "LLUMNIX_CMS"
 CLUSTER_VARIABLE: Final = "LLUMNIX_CLUSTER"
@@ -41,7 +41,7 @@ def _scheduler(text: str) -> Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterAddress:
     """The one address from which a cluster's other ones follow."""
 
     cluster: Address = OPTIONS.setting(
@@ -93,7 +93,7 @@ def cluster_of(reading: Reading) -> tuple[str, Address | None]:
     """The URL of the CMS, and the address of the scheduler; None if only a CMS was named.
 
     What a command line says goes before a variable, whichever of the two it is."""
-    said, scheduler, cms = reading.given, reading.make_with_defaults(Cluster).cluster, cms_of(reading)
+    said, scheduler, cms = reading.given, reading.make_with_defaults(ClusterAddress).cluster, cms_of(reading)
     is_later = said.get("--cluster") == "--cluster" and said.get("--cms") != "--cms"
     if not cms or is_later:
         return str(Address(scheduler.host, scheduler.port + 1)), scheduler
@@ -107,12 +107,14 @@ class Places:
     places: Sequence[Place]
     cms: str
 
-    async def ask(self, question: Callable[[LlumletClient], Awaitable[T]], credentials: Credentials) -> list[Answer[T]]:
+    async def ask(
+        self, question: Callable[[LlumletClient], Awaitable[T]], credentials: Credentials
+    ) -> list[LlumletAnswer[T]]:
         """The answers of all instances; one without an address if the CMS does not say where they are."""
         try:
             addresses = await self.resolve(credentials)
         except CmsUnreachable as failure:
-            return [Answer(None, None, failure)]
+            return [LlumletAnswer(None, None, failure)]
         return await ask_all(addresses, question, credentials)
 
     async def resolve(self, credentials: Credentials) -> list[Address]:

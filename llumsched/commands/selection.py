@@ -19,7 +19,7 @@ _which = Group("which requests")
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class RequestChoice:
     request: tuple[str, ...] = _which.setting(
         (),
         Kind(tuple, "ID", repeated=True),
@@ -38,7 +38,7 @@ class Selection:
     )
 
 
-def ask_for(selection: Selection, given: Container[str], request: MigrateRequest) -> Iterator[str]:
+def ask_for(selection: RequestChoice, given: Container[str], request: MigrateRequest) -> Iterator[str]:
     """Puts a rule into `request`, and says what is wrong with it, or with the flags that were `given`."""
     rule = [flag for flag in ("--rule", "--order", "--value") if flag != "--order" or not selection.all]
     ways = {"--request": bool(selection.request), "--all": selection.all, "a rule": any(flag in given for flag in rule)}

@@ -37,7 +37,7 @@ class Complaint:
 
 
 @dataclass(slots=True)
-class _Gateway:
+class _Complainer:
     host: str
     complaints: Mapping[Address, Complaint]
     until_s: float
@@ -48,7 +48,7 @@ class Complaints:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._gateways: dict[str, _Gateway] = {}
+        self._gateways: dict[str, _Complainer] = {}
         self._addresses: dict[str, Address] = {}
         self._ids: defaultdict[Address, set[str]] = defaultdict(set)
         """Ids of the instances behind an API server: several, if it has data-parallel ranks."""
@@ -64,7 +64,7 @@ class Complaints:
         known = self._gateways.pop(gateway_id, None)
         if len(self._gateways) >= _MOST_GATEWAYS:
             del self._gateways[next(iter(self._gateways))]
-        self._gateways[gateway_id] = _Gateway(host or gateway_id, complaints, self._clock() + ttl_s)
+        self._gateways[gateway_id] = _Complainer(host or gateway_id, complaints, self._clock() + ttl_s)
         if known is None or known.complaints != complaints:
             self._changed()
 

@@ -18,14 +18,14 @@ from llumsched.cluster.instance import Instance
 from llumsched.cluster.lost import FAILS_S
 from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
-from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
 from llumsched.dispatch.complaints import Complaints
-from llumsched.dispatch.senders import Senders
 from llumsched.dispatch.warmth import Warmth
+from llumsched.foresight.outlook import Outlook
+from llumsched.foresight.senders import Senders
 from llumsched.latency.profile import Profile
 from llumsched.model_memory import ModelMemory
 from llumsched.policy import filters as f

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from llumsched.cluster.forward import MOVED, Forward
 from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.cluster.providers.step_models import StepModels
+from llumsched.foresight.moved_on import MOVED, Forward
 from llumsched.latency.fitting import pairs
 from llumsched.policy.candidates import Candidates
 from llumsched.policy.document import Mode

@@ -12,8 +12,8 @@ import msgspec
 from prometheus_client import Counter
 
 from llumsched.gateway.config import AccessLog
+from llumsched.gateway.gateway_metrics import Record
 from llumsched.gateway.lines import STDOUT, LineWriter
-from llumsched.gateway.metrics import Record
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 0.1

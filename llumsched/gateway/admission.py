@@ -15,7 +15,7 @@ from aiohttp import web
 from llumsched.gateway.api_keys import TENANT, ApiKeys, Exceeded, Limit
 from llumsched.gateway.errors import Unauthorized
 from llumsched.gateway.forwarded import keys_shown
-from llumsched.gateway.metrics import Metrics
+from llumsched.gateway.gateway_metrics import Metrics
 from llumsched.gateway.refusals import Refusals
 
 _OPEN: Final = frozenset({"/health", "/healthz", "/ping", "/ready"})

@@ -26,7 +26,7 @@ from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuable import CannotContinue
 from llumsched.gateway.ends import End
 from llumsched.gateway.errors import EngineRefused, GatewayError, StreamLost
-from llumsched.gateway.metrics import CLIENT_GONE
+from llumsched.gateway.gateway_metrics import CLIENT_GONE
 from llumsched.gateway.objectives import NONE
 from llumsched.gateway.paths import Style, Work
 from llumsched.gateway.placement import Placed

@@ -24,7 +24,7 @@ from llumsched.gateway.config import Config
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
 from llumsched.gateway.forwarded import with_client
-from llumsched.gateway.metrics import CLIENT_GONE, Record
+from llumsched.gateway.gateway_metrics import CLIENT_GONE, Record
 from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work

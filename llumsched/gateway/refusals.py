@@ -19,7 +19,7 @@ from llumsched.gateway import errors, request_id
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.errors import GatewayError
 from llumsched.gateway.exchange import failure
-from llumsched.gateway.metrics import Metrics, Record
+from llumsched.gateway.gateway_metrics import Metrics, Record
 from llumsched.gateway.paths import Style, find
 
 _log = logging.getLogger(__name__)

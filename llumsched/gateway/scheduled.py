@@ -24,7 +24,7 @@ from llumsched.contract import (
     Attaining,
     Avoided,
     Complaining,
-    Endpoint,
+    HostPort,
     LLMInstance,
     Report,
     SchedulingRequest,
@@ -268,7 +268,7 @@ class Scheduled(Placement):
         now_s = self._clock()
         instances = [
             Avoided(
-                Endpoint(backend.address.host, backend.address.port),
+                HostPort(backend.address.host, backend.address.port),
                 ejection.cause,
                 ejection.why[:_MOST_WHY_CHARACTERS],
                 round(now_s - ejection.since_s, 3),

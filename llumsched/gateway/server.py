@@ -39,7 +39,7 @@ from llumsched.gateway.errors import (
 )
 from llumsched.gateway.exchange import Exchanges, failure
 from llumsched.gateway.forwarded import authorization
-from llumsched.gateway.metrics import Metrics
+from llumsched.gateway.gateway_metrics import Metrics
 from llumsched.gateway.objectives import Tally
 from llumsched.gateway.outliers import Limits
 from llumsched.gateway.paths import Kind, find

@@ -17,7 +17,7 @@ from llumsched.gateway.chats.form import Form
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import Overloaded
 from llumsched.gateway.forwarded import RawHeaders
-from llumsched.gateway.metrics import Metrics, Record
+from llumsched.gateway.gateway_metrics import Metrics, Record
 from llumsched.gateway.placement import Placed, Placement
 from llumsched.gateway.retries import RetryBudget
 from llumsched.gateway.stored import Stored, StoredResponses

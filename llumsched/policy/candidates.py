@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 
 from llumsched.cluster.columns import Cluster, Columns, Mask, UnknownColumn, Values
-from llumsched.cluster.forward import Forward
 from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
+from llumsched.foresight.moved_on import Forward
 from llumsched.policy.metrics import METRICS, Metric
 from llumsched.policy.predictions import PREDICTIONS
 from llumsched.request import REQUEST_COLUMNS, Request

@@ -109,11 +109,11 @@ def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Po
 def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Policy:
     """The policy of a text. Raises PolicyError."""
     document = parse_yaml(text, source)
-    section = _Section(source, document, mode, overrides)
+    section = _ModeSection(source, document, mode, overrides)
     policy, faults = section.policy(), section.reader.faults
     other_mode = Mode.LITE if mode is Mode.FULL else Mode.FULL
     if section.reader.document.get(other_mode) is not None:
-        other = _Section(source, document, other_mode, Overrides())
+        other = _ModeSection(source, document, other_mode, Overrides())
         other.policy()
         faults += [fault for fault in other.reader.faults if fault not in faults]
     if faults:
@@ -130,7 +130,7 @@ _SETTINGS: Final = {
 """Fields of `Overrides`, and the settings whose place they take."""
 
 
-class _Section:
+class _ModeSection:
     """One mode's section of a document, with what flags say instead."""
 
     def __init__(self, source: str, document: Any, mode: Mode, overrides: Overrides) -> None:

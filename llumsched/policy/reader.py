@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a policy's file: definitions, metrics, filters, selectors, and every fault in them.
 
-The sections for dispatch (`document`) and for rescheduling (`rescheduling.policies`) are read by one `Reader`.
+The sections for dispatch (`document`) and for rescheduling (`rescheduling.planning.policies`) are read by one `Reader`.
 
     name: mine
     define:
@@ -11,7 +11,7 @@ The sections for dispatch (`document`) and for rescheduling (`rescheduling.polic
       filters:
         roomFilter: {refuse: prompt_num_tokens > free_tokens - reserve, said: no room now, skip_in_fallback: true}
     full: …           # dispatch: `document`
-    rescheduling: …   # `llumsched.rescheduling.policies`
+    rescheduling: …   # `llumsched.rescheduling.planning.policies`
 
 A formula may name the columns of the cluster, those of the request (`llumsched.request`), `age_s`, those of
 request providers, constants, and metrics that are known or were defined before. All faults of a file are reported

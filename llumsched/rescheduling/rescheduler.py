@@ -17,24 +17,24 @@ from prometheus_client import CollectorRegistry
 
 from llumlet.process.credentials import NONE, Credentials
 from llumlet.process.redis_url import REDIS_SCHEMES
-from llumsched.cluster.forward import move_on
 from llumsched.cluster.lost import FAILS_S
 from llumsched.cluster.providers.in_flight import InFlight
-from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import Observer, View
-from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.counters import RescheduleCounters
-from llumsched.rescheduling.draft import Shares, caches_unknown
-from llumsched.rescheduling.dry_run import DryRun, Watcher
-from llumsched.rescheduling.executor import Connect, Executor, connect
-from llumsched.rescheduling.history import History
-from llumsched.rescheduling.planner import Plan, Watch, nobody_watches, plan
-from llumsched.rescheduling.policies import load_policies
-from llumsched.rescheduling.records import PassRecord, Records
+from llumsched.foresight.moved_on import move_on
+from llumsched.foresight.outlook import Outlook
+from llumsched.rescheduling.executing.counters import RescheduleCounters
+from llumsched.rescheduling.executing.executor import Connect, Executor, connect
+from llumsched.rescheduling.executing.history import History
+from llumsched.rescheduling.executing.records import PassRecord, Records
+from llumsched.rescheduling.executing.waking import Waking
+from llumsched.rescheduling.planning.draft import Shares, caches_unknown
+from llumsched.rescheduling.planning.dry_run import DryRun, PassWatcher
+from llumsched.rescheduling.planning.planner import Plan, Watch, nobody_watches, plan
+from llumsched.rescheduling.planning.policies import load_policies
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsched.rescheduling.turns import Turns
-from llumsched.rescheduling.waking import Waking
 
 if TYPE_CHECKING:
     from llumsched.rescheduling.leadership import Lease
@@ -67,7 +67,7 @@ class Rescheduler:
     def __init__(
         self,
         view: View,
-        config: Config,
+        config: ReschedulingConfig,
         credentials: Credentials = NONE,
         registry: CollectorRegistry | None = None,
         *,
@@ -154,7 +154,7 @@ class Rescheduler:
         of what is remembered."""
         if skipped := self._reason_to_skip(self._term):
             return DryRun(skipped)
-        watcher = Watcher()
+        watcher = PassWatcher()
         return DryRun(plan=self._plan(self._clock(), self._history.copy(), watcher), watcher=watcher)
 
     def _log_broken(self, made: Plan) -> None:

@@ -27,7 +27,7 @@ from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.metadata import type_of
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.metrics import METRICS
-from llumsched.scaling.config import Config
+from llumsched.scaling.scaling_config import ScalingConfig
 
 STALE_S: Final = 60.0
 """Silence after which an instance counts no more, as for dispatch."""
@@ -68,7 +68,7 @@ def group_of(instance: Instance) -> Group:
     return Group(base_model(instance), type_of(instance))
 
 
-def measure(cluster: Cluster, config: Config, now_s: float) -> dict[Group, Load]:
+def measure(cluster: Cluster, config: ScalingConfig, now_s: float) -> dict[Group, Load]:
     """The load of each group. `now_s` by the clock of the view."""
     members: dict[Group, list[int]] = {}
     for row, instance in enumerate(cluster.instances):
@@ -87,7 +87,7 @@ def claimed_tokens(columns: Candidates) -> Values:
     return np.where(capacities > 0, np.where(np.isfinite(shares), shares, 0.0) * capacities, 0.0)
 
 
-def _load(columns: Candidates, members: Rows, heard: Mask, serves: Mask, config: Config) -> Load:
+def _load(columns: Candidates, members: Rows, heard: Mask, serves: Mask, config: ScalingConfig) -> Load:
     rows, counted = members[serves[members]], members[heard[members]]
     claimed = float(claimed_tokens(columns)[counted].sum())
     requests = float(columns.values(_REQUESTS)[counted].sum())
@@ -105,7 +105,7 @@ def _load(columns: Candidates, members: Rows, heard: Mask, serves: Mask, config:
     return Load(rows, starting, leaving, requests, needed, reason, max(high for _, high, _ in needs))
 
 
-def _latencies(columns: Candidates, rows: Rows, config: Config) -> Sequence[tuple[float, float, str]]:
+def _latencies(columns: Candidates, rows: Rows, config: ScalingConfig) -> Sequence[tuple[float, float, str]]:
     """Instances needed and comfortable, by latencies that have a limit, of those instances whose steps are known."""
     found = []
     for name, limit_s, reason in (

@@ -20,9 +20,9 @@ from typing import Final
 import numpy as np
 
 from llumsched.cluster.columns import Cluster
-from llumsched.scaling.config import Bounds, Config
 from llumsched.scaling.leaving import cheapest_first
 from llumsched.scaling.load import Group, Load, measure
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 
 SHORTEST_TREND_S: Final = 30.0
 FORGET_S: Final = 600.0
@@ -55,7 +55,7 @@ class Advice:
 
 
 @dataclass(slots=True)
-class _Record:
+class _Seen:
     """What is remembered of a group."""
 
     wanted: int
@@ -69,9 +69,9 @@ class _Record:
 class Scaler:
     """One cluster's. Times that it is given never go back."""
 
-    def __init__(self, config: Config, bounds: Bounds) -> None:
+    def __init__(self, config: ScalingConfig, bounds: Bounds) -> None:
         self._config, self._bounds = config, bounds
-        self._records: dict[Group, _Record] = {}
+        self._records: dict[Group, _Seen] = {}
 
     def advise(self, cluster: Cluster, now_s: float) -> list[Advice]:
         """What each group should have, by its model's name."""
@@ -89,7 +89,7 @@ class Scaler:
         num_serving = len(load.rows)
         record = self._records.get(group)
         if record is None:
-            record = self._records[group] = _Record(self._bounds.clamp(num_serving), now_s, now_s)
+            record = self._records[group] = _Seen(self._bounds.clamp(num_serving), now_s, now_s)
         record.seen_s = now_s
         if not num_serving:  # nothing is known of the load
             record.requests.clear()
@@ -113,7 +113,7 @@ class Scaler:
         elif down < record.wanted and up <= down:
             record.wanted, record.reason = down, f"enough for {self._config.settle_s:g} s"
 
-    def _advice(self, group: Group, record: _Record, load: Load | None, cluster: Cluster) -> Advice:
+    def _advice(self, group: Group, record: _Seen, load: Load | None, cluster: Cluster) -> Advice:
         if load is None:
             return Advice(group, record.wanted, 0, 0, 0, 0.0, "no instance is known", [])
         num_serving = len(load.rows)

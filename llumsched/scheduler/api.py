@@ -49,7 +49,7 @@ from llumsched.contract import (
     NOT_IN_TIME,
     Attaining,
     Complaining,
-    Endpoint,
+    HostPort,
     Instances,
     LLMInstance,
     Question,
@@ -63,8 +63,8 @@ from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.dispatch.explain import explain
 from llumsched.http_form import give_form
 from llumsched.policy import raised
-from llumsched.scheduler.metrics import SchedulerMetrics
 from llumsched.scheduler.recent import Attainment, RecentShares, Share
+from llumsched.scheduler.scheduler_metrics import SchedulerMetrics
 
 _log = logging.getLogger(__name__)
 _KEEPALIVE_S: Final = 3.0
@@ -305,7 +305,7 @@ class Api:
         metadata, hits = instance.metadata, self._dispatcher.hits
         return LLMInstance(
             id=metadata.instance_id,
-            endpoint=Endpoint(metadata.ip, metadata.api_server_port),
+            endpoint=HostPort(metadata.ip, metadata.api_server_port),
             model=model or metadata.model,
             infer_type=infer_type,
             aux_ip=metadata.ip_kvt,
@@ -353,8 +353,8 @@ def _addresses(texts: Iterable[str]) -> Iterator[Address]:
 
 def _gateway_id(text: str) -> str:
     """The id of a gateway: the endpoint that it says it is, or any other JSON string as it is."""
-    said: Any = decode(text.encode(), Endpoint | str)  # type: ignore[arg-type]
-    return f"{said.host}:{said.port}" if isinstance(said, Endpoint) else str(said)[:1024]
+    said: Any = decode(text.encode(), HostPort | str)  # type: ignore[arg-type]
+    return f"{said.host}:{said.port}" if isinstance(said, HostPort) else str(said)[:1024]
 
 
 def _json(value: Any) -> web.Response:

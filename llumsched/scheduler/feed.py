@@ -17,8 +17,8 @@ import msgspec
 
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
-from llumsched.rescheduling.records import MoveRecord, Records
-from llumsched.scheduler.overview import UNKNOWN, Overview, Predicted
+from llumsched.rescheduling.executing.records import MoveRecord, Records
+from llumsched.scheduler.overview import UNKNOWN, Overview, PredictedTimes
 from llumsched.summary import summary
 
 NUM_MOVES: Final = 100
@@ -28,7 +28,7 @@ AT_ONCE: Final = 50
 """Instances whose JSON is made before others have their turn; half a millisecond."""
 
 
-class Reader:
+class PageReader:
     """One connection's part of the feed."""
 
     def __init__(self, instances: Iterable[str], moves: Iterable[MoveRecord]) -> None:
@@ -49,27 +49,27 @@ class Feed:
         self._view = view
         self._overview = overview
         self._records = records
-        self._readers: set[Reader] = set()
+        self._readers: set[PageReader] = set()
         self._texts: dict[str, tuple[Instance, bytes]] = {}
         """The JSON of instances, without their age and the last brace: made once for all readers."""
         self._stops: list[Callable[[], None]] = []
-        self._predictions: tuple[float, Mapping[str, Predicted]] = -math.inf, {}
+        self._predictions: tuple[float, Mapping[str, PredictedTimes]] = -math.inf, {}
         """The newest, and of when they are."""
 
     def __len__(self) -> int:
         return len(self._readers)
 
-    def join(self) -> Reader:
+    def join(self) -> PageReader:
         """A reader that has not been told anything yet."""
         if not self._readers:
             self._stops = [self._view.observe(self)]
             if self._records is not None:
                 self._stops.append(self._records.observe_moves(self._moved))
-        reader = Reader(self._view, list(self._records.moves)[-NUM_MOVES:] if self._records is not None else ())
+        reader = PageReader(self._view, list(self._records.moves)[-NUM_MOVES:] if self._records is not None else ())
         self._readers.add(reader)
         return reader
 
-    def leave(self, reader: Reader) -> None:
+    def leave(self, reader: PageReader) -> None:
         self._readers.discard(reader)
         if not self._readers:
             for stop in self._stops:
@@ -77,7 +77,7 @@ class Feed:
             self._stops.clear()
             self._texts.clear()
 
-    async def take(self, reader: Reader) -> bytes:
+    async def take(self, reader: PageReader) -> bytes:
         """What the reader has not been told, in JSON; from now on it has been told. Others on the event loop run in
         between."""
         changed, moves = sorted(reader.instances), list(reader.moves.values())
@@ -108,14 +108,14 @@ class Feed:
         # Which writes null for an infinity.
         return msgspec.json.encode(document)
 
-    def _predicted(self) -> Mapping[str, Predicted]:
+    def _predicted(self) -> Mapping[str, PredictedTimes]:
         """What is predicted by instance, for all readers that are told at about this time."""
         now_s = time.monotonic()
         if self._overview is not None and now_s - self._predictions[0] > PREDICTIONS_S:
             self._predictions = now_s, self._overview.of_instances()
         return self._predictions[1]
 
-    def _text(self, instance: Instance, predicted: Predicted) -> msgspec.Raw:
+    def _text(self, instance: Instance, predicted: PredictedTimes) -> msgspec.Raw:
         known = self._texts.get(instance.id)
         if known is None or known[0] is not instance:
             shown = summary(instance)

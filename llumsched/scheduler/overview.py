@@ -11,20 +11,20 @@ from llumsched.dispatch.dispatcher import Dispatcher
 from llumsched.policy.metrics import METRICS
 from llumsched.policy.predictions import PREDICTIONS
 from llumsched.scheduler.recent import NOTHING, Attainment, RecentShares
-from llumsched.scheduler.scaling import Scaling, numbers
+from llumsched.scheduler.scale_advice import Scaling, numbers
 
 OBJECTIVES: Final = {"predicted_ttft": "ttft_slo", "predicted_tpot": "tpot_slo"}
 """Constants of a policy: what a prediction is to stay below where a request names no objective."""
 
 
-class Predicted(NamedTuple):
+class PredictedTimes(NamedTuple):
     """Of an empty request, at one instance; milliseconds, None before anything is known."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
 
-UNKNOWN: Final = Predicted()
+UNKNOWN: Final = PredictedTimes()
 
 
 class Overview:
@@ -52,11 +52,11 @@ class Overview:
             "scaling": None if self._scaling is None else [numbers(one) for one in self._scaling.advice],
         }
 
-    def of_instances(self) -> Mapping[str, Predicted]:
+    def of_instances(self) -> Mapping[str, PredictedTimes]:
         """What is predicted now, by instance id; half a millisecond for a thousand."""
         table = self._dispatcher.table
         columns = [METRICS[name].values(table).tolist() for name in PREDICTIONS]
         return {
-            instance.id: Predicted(*(round(value, 2) if math.isfinite(value) else None for value in values))
+            instance.id: PredictedTimes(*(round(value, 2) if math.isfinite(value) else None for value in values))
             for instance, values in zip(table.instances, zip(*columns, strict=True), strict=True)
         }

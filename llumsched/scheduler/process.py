@@ -36,16 +36,17 @@ from llumsched.policy.document import Mode, Policy
 from llumsched.prefix.hits import PrefixHits
 from llumsched.prefix.index import USUAL_BLOCKS, PrefixIndex
 from llumsched.prefix.watches import CacheWatches
-from llumsched.rescheduling.config import Config as ReschedulingConfig
-from llumsched.rescheduling.draft import caches_unknown
 from llumsched.rescheduling.http import add_debug_routes
+from llumsched.rescheduling.planning.draft import caches_unknown
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
-from llumsched.scaling.config import Config as ScalingConfig
-from llumsched.scheduler import events, scaling
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
+from llumsched.scaling.scaling_config import ScalingConfig
+from llumsched.scheduler import scale_advice as scaling
+from llumsched.scheduler import web_page as events
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.api import Api
-from llumsched.scheduler.backends import API_KEY_VARIABLE, StaticEngines
 from llumsched.scheduler.overview import Overview
+from llumsched.scheduler.static_engines import API_KEY_VARIABLE, StaticEngines
 from llumsched.tls import checked_ca_file, server_context
 
 _EXPIRE_S: Final = 0.5

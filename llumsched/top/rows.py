@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from llumsched import output
+from llumsched.console import output
 from llumsched.top.source import Glance
 
 INSTANCE_COLUMNS: Final = ("INSTANCE", "TYPE", "STATE", "KV CACHE", "RUNNING", "WAITING", "PREFILL", "IN", "OUT",

@@ -16,7 +16,7 @@ from llumlet.process.addresses import Address
 from llumlet.process.credentials import NONE, Credentials
 from llumlet.process.tasks import cancel
 from llumsched.cms.store import open_store
-from llumsched.scheduler_access import IN_CLEAR, Access
+from llumsched.scheduler_access import IN_CLEAR, SchedulerAccess
 from llumsched.summary import summary
 
 POLL_S: Final = 0.5
@@ -48,7 +48,7 @@ class Source:
         cms: str,
         scheduler: Address | None = None,
         credentials: Credentials = NONE,
-        access: Access = IN_CLEAR,
+        access: SchedulerAccess = IN_CLEAR,
     ) -> None:
         """Raises ValueError if `cms` is no URL of a store."""
         self._store = open_store(cms, credentials)

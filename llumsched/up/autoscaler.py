@@ -25,9 +25,9 @@ import aiohttp
 import msgspec
 
 from llumlet.process.tasks import cancel
-from llumsched.scaling.config import Bounds
+from llumsched.scaling.scaling_config import Bounds
 from llumsched.up.component import READY_CALL_S, Component, ComponentDied, ComponentSpec
-from llumsched.up.waiting import race
+from llumsched.up.race import race
 
 POLL_S: Final = 0.5
 LEAVE_S: Final = 7 * 24 * 3600.0
@@ -57,7 +57,7 @@ class _Advice(msgspec.Struct):
     reason: str
 
 
-class _State(Enum):
+class _EngineState(Enum):
     STARTING = auto()
     SERVING = auto()
     LEAVING = auto()
@@ -67,7 +67,7 @@ class _State(Enum):
 class _Engine:
     component: Component
     place: int
-    state: _State
+    state: _EngineState
     rising: asyncio.Task[None] | None = None
     known: bool = field(default=True)
     """Whether the scheduler still knows it: of one that leaves, whether its engine is still there."""
@@ -91,7 +91,7 @@ class Autoscaler:
     ) -> None:
         self._plan, self._make, self._raise_up, self._say = plan, make, raise_up, say
         self._components = engines
-        self._engines = [_Engine(one, place, _State.SERVING) for place, one in enumerate(engines)]
+        self._engines = [_Engine(one, place, _EngineState.SERVING) for place, one in enumerate(engines)]
         self._lives = {place: itertools.count(1 if place < len(engines) else 0) for place in range(plan.bounds.most)}
         self._num_failures = 0
         self._not_before_s = 0.0
@@ -113,13 +113,13 @@ class Autoscaler:
 
     async def _look(self, session: aiohttp.ClientSession) -> None:
         advice = await self._asked(session, self._plan.scale_url, _Advice)
-        if any(one.state is _State.LEAVING for one in self._engines):
+        if any(one.state is _EngineState.LEAVING for one in self._engines):
             known = await self._asked(session, self._plan.instances_url, dict[str, Any])
             if known is not None:
                 ids = {one.get("id") for one in known.get("instances", ())}
                 for one in self._engines:
                     one.known = one.name in ids
-        there = [one for one in self._engines if one.state is not _State.LEAVING]
+        there = [one for one in self._engines if one.state is not _EngineState.LEAVING]
         # Who is not told anything keeps what there is.
         wanted = self._plan.bounds.clamp(advice.wanted if advice is not None else len(there))
         if len(there) < wanted:
@@ -133,13 +133,13 @@ class Autoscaler:
         for place in itertools.islice(self._free_places(), number):
             component = self._make(self._plan.engine(place, next(self._lives[place])))
             self._components.append(component)
-            engine = _Engine(component, place, _State.STARTING)
+            engine = _Engine(component, place, _EngineState.STARTING)
             self._engines.append(engine)
             self._say(f"{engine.name} is started: {reason}")
             engine.rising = asyncio.create_task(self._rise(engine, session))
 
     def _free_places(self) -> Iterator[int]:
-        taken = {one.place for one in self._engines if one.state is not _State.LEAVING or one.known}
+        taken = {one.place for one in self._engines if one.state is not _EngineState.LEAVING or one.known}
         return (place for place in range(self._plan.bounds.most) if place not in taken)
 
     async def _rise(self, engine: _Engine, session: aiohttp.ClientSession) -> None:
@@ -151,9 +151,9 @@ class Autoscaler:
         except ComponentDied as error:
             engine.component.ask_to_stop(0.0)
             self._failed(f"{error}, and never served")
-            engine.state = _State.LEAVING
+            engine.state = _EngineState.LEAVING
         else:
-            engine.state = _State.SERVING
+            engine.state = _EngineState.SERVING
             self._num_failures = 0
 
     def _dismiss(self, advice: _Advice, number: int) -> None:
@@ -161,11 +161,11 @@ class Autoscaler:
         spare = len(serving) - self._plan.bounds.least
         for name in [name for name in advice.leave if name in serving][: max(min(number, spare), 0)]:
             self._say(f"{name} leaves, its requests move to the others: {advice.reason}")
-            serving[name].state = _State.LEAVING
+            serving[name].state = _EngineState.LEAVING
             serving[name].component.ask_to_stop(LEAVE_S)
 
     def _serving(self) -> list[_Engine]:
-        return [one for one in self._engines if one.state is _State.SERVING]
+        return [one for one in self._engines if one.state is _EngineState.SERVING]
 
     def _bury(self) -> None:
         """Takes note of engines whose processes have ended."""
@@ -174,7 +174,7 @@ class Autoscaler:
                 continue
             self._engines.remove(engine)
             self._components.remove(engine.component)
-            if engine.state is _State.LEAVING:
+            if engine.state is _EngineState.LEAVING:
                 self._say(f"{engine.name} has left")
             else:
                 self._failed(f"{engine.name} ended by itself")

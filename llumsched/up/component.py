@@ -16,7 +16,7 @@ from typing import Final
 
 import aiohttp
 
-from llumsched import output
+from llumsched.console import output
 from llumsched.up import reaper
 
 READY_POLL_S = 0.1

@@ -22,13 +22,12 @@ from llumsched.contract import CMS_PORT, SCHEDULER_PORT
 from llumsched.gateway.config import MOST_WORKERS
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.reader import PolicyError, built_in_policies
-from llumsched.scaling.config import BOUNDS, Bounds
-from llumsched.scaling.config import Config as ScalingConfig
-from llumsched.scaling.config import faults as scaling_faults
+from llumsched.scaling.scaling_config import BOUNDS, Bounds, ScalingConfig
+from llumsched.scaling.scaling_config import faults as scaling_faults
 from llumsched.up import device, hub
 from llumsched.up.autoscaler import LEAVE_S, AutoscalePlan
-from llumsched.up.cluster import ClusterPlan
 from llumsched.up.component import ComponentSpec
+from llumsched.up.fleet import ClusterPlan
 from llumsched.up.ports import free_port, free_ports, is_free
 
 HOST = "127.0.0.1"

@@ -7,7 +7,7 @@ import collections
 import threading
 from typing import TextIO
 
-from llumsched import output
+from llumsched.console import output
 
 CAPACITY = 10_000
 CLOSE_S = 2.0

@@ -22,7 +22,7 @@ from llumlet.process.addresses import Address
 from llumlet.process.tasks import cancel
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
-from llumsched.contract import Attaining, Complaining, Endpoint, LLMInstance, Report, SchedulingRequest
+from llumsched.contract import Attaining, Complaining, HostPort, LLMInstance, Report, SchedulingRequest
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import Config as GatewayConfig
@@ -34,9 +34,9 @@ from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime, NotSchedul
 from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.policy.metrics import BUILT_IN_CONSTANTS
 from llumsched.request import Request
-from llumsched.rescheduling.config import Config as ReschedulingConfig
-from llumsched.rescheduling.executor import Connect
+from llumsched.rescheduling.executing.executor import Connect
 from llumsched.rescheduling.rescheduler import SHARE, Rescheduler
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsim.clock import VirtualLoop
 from llumsim.cluster.foresight import Foresight
 from llumsim.cluster.hindsight import Hindsight
@@ -236,7 +236,7 @@ class _InProcess:
         metadata = placed.instance.metadata
         if self._hindsight is not None:
             self._hindsight.placed(request, tried, metadata.instance_id)
-        endpoint = Endpoint(metadata.ip, metadata.api_server_port)
+        endpoint = HostPort(metadata.ip, metadata.api_server_port)
         chosen = LLMInstance(metadata.instance_id, endpoint, request.model, placed.infer_type)
         return SchedulerAnswer(_SCHEDULER, request, [chosen])
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from llumlet.contract.types import InstanceStatus
-from llumsched.cluster.forward import Forward
 from llumsched.cluster.table import Table
+from llumsched.foresight.moved_on import Forward
 from llumsim import PS
 from llumsim.clock import VirtualLoop
 

@@ -22,7 +22,7 @@ from llumlet.process.credentials import Credentials
 from llumlet.protocol.move.limits import Limits
 from llumsched.gateway.placement import Placed
 from llumsched.request import Request
-from llumsched.scaling.config import Config as ScalingConfig
+from llumsched.scaling.scaling_config import ScalingConfig
 from llumsim import PS
 from llumsim.clock import VirtualLoop
 from llumsim.cluster.control import ControlConfig, Controls

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llumsched.cluster.columns import Cluster
-from llumsched.scaling.config import Bounds, Config
 from llumsched.scaling.scaler import Advice, Scaler
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 from llumsim import PS
 from llumsim.clock import Clock
 
@@ -32,7 +32,7 @@ class Fleet:
 class ScalingActor:
     """Looks at `cluster` every interval until its clock is no longer driven."""
 
-    def __init__(self, clock: Clock, config: Config, bounds: Bounds, cluster: Cluster, fleet: Fleet) -> None:
+    def __init__(self, clock: Clock, config: ScalingConfig, bounds: Bounds, cluster: Cluster, fleet: Fleet) -> None:
         self._clock, self._cluster, self._fleet = clock, cluster, fleet
         self._scaler = Scaler(config, bounds)
         self._interval_ps = round(config.interval_s * PS)

@@ -144,7 +144,7 @@ class Llumlet:
 
 
 class Connection:
-    """`llumsched.rescheduling.executor.Llumlet`, to one address."""
+    """`llumsched.rescheduling.executing.executor.Llumlet`, to one address."""
 
     def __init__(
         self, address: Address, llumlets: Mapping[Address, Llumlet], by_id: Mapping[str, Llumlet], hop_s: float

@@ -11,8 +11,8 @@ import pytest
 
 from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, MigrationType
 from llumlet.protocol.move.selection import Order, Unit
-from llumsched.rescheduling.choice import choose
-from llumsched.rescheduling.moves import Move, Purpose, Selection
+from llumsched.rescheduling.executing.choice import choose
+from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from tests.engine.loop import new_loop
 from vllm_llumnix.engine.compatibility.identity import EngineIdentity
 from vllm_llumnix.engine.compatibility.likeness import EngineFacts

@@ -18,8 +18,7 @@ import pytest
 
 from llumlet.contract.types import MigrateEvent, MigrateRequest, MovePhase, Reason
 from llumlet.protocol.move.limits import Limits
-from llumsched.rescheduling.config import Config as ReschedulingConfig
-from llumsched.rescheduling.config import LoadTarget
+from llumsched.rescheduling.rescheduling_config import LoadTarget, ReschedulingConfig
 from llumsim.clock import VirtualLoop
 from llumsim.cluster.control import ControlConfig
 from llumsim.cluster.lengths import LENGTHS

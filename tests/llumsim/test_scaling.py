@@ -7,7 +7,7 @@ import functools
 import random
 from dataclasses import replace
 
-from llumsched.scaling.config import Bounds, Config
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 from llumsim.cluster.control import ControlConfig
 from llumsim.cluster.metrics import Metrics, Summary
 from llumsim.cluster.run import ClusterConfig, Happening, What, run
@@ -15,7 +15,7 @@ from llumsim.cluster.workload import Arrival
 from llumsim.engine.step_model import load_hardware
 
 A10 = replace(load_hardware("a10-llama-7b"), cold_start_s=5.0)
-SCALING = Config(bounds=Bounds(1, 4), low_freeness=160, high_freeness=320, cold_start_s=5.0, settle_s=10.0)
+SCALING = ScalingConfig(bounds=Bounds(1, 4), low_freeness=160, high_freeness=320, cold_start_s=5.0, settle_s=10.0)
 
 
 def wave() -> list[Arrival]:

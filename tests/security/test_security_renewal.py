@@ -27,7 +27,7 @@ from llumlet.process.credentials import Credentials
 from llumlet.process.secret_files import Bearer, num_refused
 from llumsched import tls
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.cms.watch import WatchStore
+from llumsched.cms.watch_store import WatchStore
 from llumsched.endpoints import Endpoint
 from llumsched.gateway.config import Config
 from llumsched.gateway.scheduler_client import SchedulerClient

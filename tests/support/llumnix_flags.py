@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `docs/reference/defaults.md` of flags that are not here, from `llumsched.llumnix_flags`.
+"""The table of `docs/reference/defaults.md` of flags that are not here, from `llumsched.console.llumnix_flags`.
 
 python -m tests.support.llumnix_flags docs/reference/defaults.md
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from llumsched.llumnix_flags import ABSENT
+from llumsched.console.llumnix_flags import ABSENT
 from tests.support.parts import fill
 
 ROOT = Path(__file__).parents[2]

@@ -37,7 +37,7 @@ _MOST_OVERDUE: Final = 100_000
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _Sent:
     gateway_id: str
     request_id: str
     instance_id: str
@@ -60,10 +60,10 @@ class Account:
         self._clock = clock
         self._staleness_s = staleness_s
         self._is_blind = is_blind
-        self._of_request: dict[tuple[str, str], dict[InferType, _Record]] = {}
+        self._of_request: dict[tuple[str, str], dict[InferType, _Sent]] = {}
         """Records by gateway and id: two gateways may have got the same one from a client."""
-        self._of_instance: dict[str, dict[tuple[str, str, InferType], _Record]] = {}
-        self._by_age: deque[_Record] = deque()
+        self._of_instance: dict[str, dict[tuple[str, str, InferType], _Sent]] = {}
+        self._by_age: deque[_Sent] = deque()
 
     def __len__(self) -> int:
         return sum(map(len, self._of_instance.values()))
@@ -92,7 +92,7 @@ class Account:
         counters = counters_of(infer_type, num_tokens, num_hit_tokens=num_hit_tokens, urgent=urgent)
         counters = counters._replace(dispatched_ms=round(now_s * 1000))
         deadline_s = now_s + self._staleness_s
-        record = _Record(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)
+        record = _Sent(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)
         self._of_request.setdefault((gateway_id, request_id), {})[infer_type] = record
         self._of_instance.setdefault(instance_id, {})[gateway_id, request_id, infer_type] = record
         self._by_age.append(record)
@@ -137,7 +137,7 @@ class Account:
         for record in list(self._of_instance.get(instance.id, {}).values()):
             self._drop(record)
 
-    def _drop(self, record: _Record) -> None:
+    def _drop(self, record: _Sent) -> None:
         record.kept = False
         key = record.gateway_id, record.request_id
         of_request = self._of_request[key]

@@ -43,7 +43,7 @@ class Update:
 
 
 @dataclass(slots=True, eq=False)
-class _State:
+class _Reported:
     request_id: str
     instance_id: str
     infer_type: InferType
@@ -76,7 +76,7 @@ class RealtimeState:
         self._instances = instances
         self._gateway_ttl_s = gateway_ttl_s
         self._state_ttl_s = state_ttl_s
-        self._states: dict[tuple[str, str, InferType], _State] = {}
+        self._states: dict[tuple[str, str, InferType], _Reported] = {}
         """States by gateway, id and stage."""
         self._gateways: dict[str, _Gateway] = {}
         self._released: OrderedDict[tuple[str, str, str], float] = OrderedDict()
@@ -203,18 +203,18 @@ class RealtimeState:
         num_tokens: int,
         gateway_id: str,
         num_hit_tokens: int = 0,
-    ) -> _State:
+    ) -> _Reported:
         earlier = self._states.get((gateway_id, request_id, infer_type))
         if earlier is not None:
             self._drop(earlier)
         counters = counters_of(infer_type, num_tokens, num_hit_tokens=num_hit_tokens)
         now_s = self._clock()
-        state = _State(request_id, instance_id, infer_type, gateway_id, num_tokens, counters, now_s, num_hit_tokens)
+        state = _Reported(request_id, instance_id, infer_type, gateway_id, num_tokens, counters, now_s, num_hit_tokens)
         self._states[gateway_id, request_id, infer_type] = state
         self.in_flight.add(instance_id, counters)
         return state
 
-    def _count(self, state: _State) -> None:
+    def _count(self, state: _Reported) -> None:
         counters = counters_of(
             state.infer_type, state.num_tokens, prefilled=state.prefilled, num_hit_tokens=state.num_hit_tokens
         )
@@ -222,6 +222,6 @@ class RealtimeState:
             self.in_flight.add(state.instance_id, counters.minus(state.counters))
             state.counters = counters
 
-    def _drop(self, state: _State) -> None:
+    def _drop(self, state: _Reported) -> None:
         del self._states[state.gateway_id, state.request_id, state.infer_type]
         self.in_flight.subtract(state.instance_id, state.counters)

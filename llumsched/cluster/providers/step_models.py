@@ -38,7 +38,7 @@ _MOST_STRETCH: Final = 20.0
 _UNKNOWN: Final = Coefficients(*[math.nan] * 5)
 
 
-class Kind(NamedTuple):
+class EngineKind(NamedTuple):
     """What instances with one step model have in common."""
 
     model: str
@@ -50,8 +50,8 @@ class Kind(NamedTuple):
     max_num_batched_tokens: int
 
 
-def kind_of(metadata: InstanceMetadata) -> Kind:
-    return Kind(*(getattr(metadata, name) for name in Kind._fields))
+def kind_of(metadata: InstanceMetadata) -> EngineKind:
+    return EngineKind(*(getattr(metadata, name) for name in EngineKind._fields))
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class StepModels:
         """`profiles`: what is known beforehand; of one model the first counts."""
         self._clock = clock
         self._profiles = profiles
-        self._fits: dict[Kind, _Fit] = {}
+        self._fits: dict[EngineKind, _Fit] = {}
         self._recent: dict[str, _Recent] = {}
         self._listeners: list[Callable[[str], None]] = []
 
@@ -208,7 +208,7 @@ class StepModels:
             fit = self._fits[kind] = self._started(kind)
         return fit
 
-    def _started(self, kind: Kind) -> _Fit:
+    def _started(self, kind: EngineKind) -> _Fit:
         profile = next((one for one in self._profiles if one.fits(kind.model)), None)
         if profile is None:
             return _Fit(OnlineFit())

@@ -17,23 +17,23 @@ import pytest
 
 from llumlet.contract.types import InstanceStatus
 from llumlet.protocol.infer_type import InferType
-from llumsched.cluster.forward import MOVED, Forward, move_on, moved_on
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import Counters, InFlight
-from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import View
 from llumsched.dispatch.explain import explain
+from llumsched.foresight.moved_on import MOVED, Forward, move_on, moved_on
+from llumsched.foresight.outlook import Outlook
 from llumsched.policy import pipeline
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.metrics import METRICS
 from llumsched.policy.selectors import Draw
 from llumsched.request import Request
-from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.planner import Plan
+from llumsched.rescheduling.planning.planner import Plan
 from llumsched.rescheduling.rescheduler import Rescheduler
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsim import PS
 from llumsim.clock import VirtualLoop
 from llumsim.cluster.member import Cadence, Member
@@ -349,7 +349,7 @@ def test_a_rescheduling_pass_plans_with_it_if_it_is_told_to(is_forward: bool, mo
         busy(here, random.Random(3))
         here.tell()
         here.wait(0.2)
-        config = Config(forward_status=is_forward)
+        config = ReschedulingConfig(forward_status=is_forward)
         Rescheduler(here.view, config, table=here.table, clock=lambda: here.now_s).run_pass()
         assert seen[0][USED][0] == (here.moved(USED) if is_forward else here.table[USED][0])
         assert here.moved(USED) != here.table[USED][0]

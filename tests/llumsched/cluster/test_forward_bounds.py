@@ -8,11 +8,11 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llumsched.cluster.forward import MOVED, moved_on
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import Counters, InFlight
-from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.table import Table, standard_table
+from llumsched.foresight.moved_on import MOVED, moved_on
+from llumsched.foresight.outlook import Outlook
 from llumsched.latency.fitting import Coefficients
 from tests.llumsched import cases
 from tests.llumsched.latency.test_fitting import TRUE

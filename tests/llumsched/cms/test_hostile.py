@@ -29,8 +29,8 @@ from llumsched.cms import watchers as watchers_module
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.store import open_store, store_faults
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
-from llumsched.cms.watch import WatchStore
-from llumsched.cms.watchers import Watcher
+from llumsched.cms.watch_store import WatchStore
+from llumsched.cms.watchers import ViewWatcher
 from llumsim.live import SimulatedCluster
 from tests.llumlet.fake_agent import until
 from tests.support.authority import Authority, credential_files, token_file
@@ -233,7 +233,7 @@ async def test_a_flood_is_slowed_and_disturbs_nobody(
 
 async def test_what_a_report_costs_is_counted_in_time() -> None:
     now = [0.0]
-    allowance = allowance_module.Allowance(lambda: now[0])
+    allowance = allowance_module.TimeAllowance(lambda: now[0])
     names = [f"{number:036d}" for number in range(4000)]
     large, small = (InstanceReport(status=status(waiting_requests=some)) for some in (names, []))
     assert allowance.spend(small) == pytest.approx(-1 + 1 / allowance_module.MAX_REPORTS_PER_S)
@@ -306,7 +306,7 @@ async def test_there_are_only_so_many_watchers(stub: Any, monkeypatch: pytest.Mo
 
 async def test_a_watcher_that_is_slow_is_told_the_newest_only(monkeypatch: pytest.MonkeyPatch) -> None:
     view = View()
-    async with Watcher(view) as watcher:
+    async with ViewWatcher(view) as watcher:
         for name in "ab":
             view.put_metadata(metadata(instance_id=name))
         for update_id in range(1000):

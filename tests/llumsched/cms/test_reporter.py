@@ -22,7 +22,7 @@ from llumlet.process.tasks import end as finished
 from llumsched.cluster.instance import Instance
 from llumsched.cms import embedded as embedded_module
 from llumsched.cms.embedded import MOST_STATUSES_PER_S, EmbeddedStore
-from llumsched.cms.watch import WatchStore
+from llumsched.cms.watch_store import WatchStore
 from tests.llumlet.fake_agent import until
 from tests.support.cms import embedded_store
 

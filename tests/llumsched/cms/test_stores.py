@@ -19,12 +19,12 @@ from llumlet.contract.types import ViewChange
 from llumlet.process.addresses import Address
 from llumlet.process.tasks import end
 from llumsched.cluster.instance import Instance
-from llumsched.cms import watch as watch_module
+from llumsched.cms import watch_store as watch_module
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.intake import Patience
 from llumsched.cms.redis import RedisStore
 from llumsched.cms.store import Store
-from llumsched.cms.watch import WatchStore
+from llumsched.cms.watch_store import WatchStore
 from llumsim.live import SimulatedCluster, SimulatedInstance
 from tests.llumlet.fake_agent import until
 from tests.support.redis_server import RedisServer

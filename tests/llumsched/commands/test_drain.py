@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from llumlet.contract.types import DrainRequest
-from llumsched.exit_codes import ExitCode
+from llumsched.console.exit_codes import ExitCode
 from tests.llumsched.conftest import Instance, Llumnix
 
 pytestmark = pytest.mark.asyncio

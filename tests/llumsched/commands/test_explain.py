@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llumsched.cli import prepare
-from llumsched.commands import explain, explained
+from llumsched.commands import explain_command as explain
+from llumsched.console import explained
 
 
 def answer(*predicted: dict[str, Any] | None) -> dict[str, Any]:
@@ -169,5 +170,5 @@ def test_metrics_may_be_given_one_by_one_and_with_commas() -> None:
     explanation, _, faults = prepare("explain", arguments, {})
     assert not faults
     asked = explanation.asked
-    assert isinstance(asked, explain.Question)
+    assert isinstance(asked, explain.RequestQuestion)
     assert explain._body(asked)["metrics"] == ("freeness", "num_requests", "virtual_usage")

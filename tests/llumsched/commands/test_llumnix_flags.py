@@ -13,7 +13,7 @@ from llumlet.process.redis_client import connect
 from llumlet.process.settings import all_entries
 from llumsched.cli import prepare
 from llumsched.commands import COMMANDS, load
-from llumsched.llumnix_flags import ABSENT, instead_of
+from llumsched.console.llumnix_flags import ABSENT, instead_of
 from tests.support.llumnix_flags import ROOT, render, table
 from vllm_llumnix.config import LlumletConfig
 

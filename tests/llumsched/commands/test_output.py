@@ -7,9 +7,9 @@ import pytest
 
 from llumlet.contract.errors import LlumletError, LlumletUnreachable, NotALlumlet
 from llumlet.contract.types import Epoch, MoveProgress, Reason
-from llumsched import output
-from llumsched.hints import HINTS
-from llumsched.move_display import TextDisplay
+from llumsched.console import output
+from llumsched.console.hints import HINTS
+from llumsched.console.move_display import TextDisplay
 
 
 def test_every_reason_has_a_hint() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llumsched import cli
-from llumsched.exit_codes import ExitCode
+from llumsched.console.exit_codes import ExitCode
 from llumsched.latency.fitting import MeasuredStep
 from llumsched.profiler import Cell, Target, _as_steps, cells
 

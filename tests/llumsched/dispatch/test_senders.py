@@ -8,7 +8,7 @@ import random
 import pytest
 
 from llumsched.cluster.view import View
-from llumsched.dispatch.senders import Senders
+from llumsched.foresight.senders import Senders
 from tests.llumsched import cases
 
 

@@ -22,7 +22,7 @@ import pytest
 
 from llumlet.process.addresses import Address
 from llumsched.cli import prepare
-from llumsched.commands import gateway
+from llumsched.commands import gateway_command as gateway
 from llumsched.gateway import workers
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.scheduler import process

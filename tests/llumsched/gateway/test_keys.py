@@ -25,8 +25,8 @@ from llumsched.gateway import admission, api_keys, background
 from llumsched.gateway.access_log import _line
 from llumsched.gateway.api_keys import ApiKeys, Exceeded, Limit, Tenant
 from llumsched.gateway.body import Body
+from llumsched.gateway.gateway_metrics import Record
 from llumsched.gateway.key_file import Allowance, read_keys
-from llumsched.gateway.metrics import Record
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, until
 from tests.support.authority import Authority
 from tests.support.mock_api import Mock

@@ -16,8 +16,8 @@ import pytest
 from llumsched.gateway import access_log, lines
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.config import AccessLog
+from llumsched.gateway.gateway_metrics import Metrics, Record
 from llumsched.gateway.lines import LineHandler, LineWriter
-from llumsched.gateway.metrics import Metrics, Record
 from llumsched.up.ports import free_ports
 from tests.llumsched.conftest import finish, start
 from tests.llumsched.gateway.support import DEADLINE_S, engine, until

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from llumsched.gateway.config import AccessLog
-from llumsched.gateway.metrics import CLIENT_GONE, Metrics, Record
+from llumsched.gateway.gateway_metrics import CLIENT_GONE, Metrics, Record
 from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.sse import DONE, event
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, Scripted, cluster, until
@@ -233,7 +233,7 @@ def test_client_that_gives_up_late_has_missed_its_objective(fields: dict[str, An
 def test_rendering_gives_way_to_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     usual_s, meanwhile_s = sys.getswitchinterval(), []
     monkeypatch.setattr(
-        "llumsched.gateway.metrics.generate_latest", lambda _: meanwhile_s.append(sys.getswitchinterval())
+        "llumsched.gateway.gateway_metrics.generate_latest", lambda _: meanwhile_s.append(sys.getswitchinterval())
     )
     Metrics().text()
     assert meanwhile_s[0] <= usual_s / 5

@@ -18,7 +18,7 @@ from aiohttp import compression_utils
 
 from llumsched.gateway.access_log import _line
 from llumsched.gateway.config import AccessLog
-from llumsched.gateway.metrics import Record
+from llumsched.gateway.gateway_metrics import Record
 from llumsched.gateway.refusals import Refusals
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, until
 from tests.support.authority import Authority

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from llumsched.request_ids import find
+from llumsched.console.request_ids import find
 from tests.llumlet.fake_agent import request_info
 
 REQUESTS = [

@@ -24,13 +24,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from llumlet.contract.block_hashes import chain, root_of
 from llumlet.process.addresses import Address
 from llumlet.protocol.infer_type import InferType
-from llumsched.contract import MODEL_AWAY, MODEL_NEEDED, Endpoint, LLMInstance, Report, SchedulingRequest
+from llumsched.contract import MODEL_AWAY, MODEL_NEEDED, HostPort, LLMInstance, Report, SchedulingRequest
 from llumsched.gateway import scheduler_client
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import Overloaded
 from llumsched.gateway.exchange import failure
-from llumsched.gateway.metrics import Record
+from llumsched.gateway.gateway_metrics import Record
 from llumsched.gateway.scheduled import _PREFILL_REPORT_S
 from llumsched.gateway.scheduler_client import SchedulerAnswer, SchedulerClient
 from llumsched.model_memory import AWAY_RETRY_S, ModelMemory
@@ -550,7 +550,7 @@ async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before()
             return dict(to_builtins(told))
 
         def release(request_id: str) -> dict[str, Any]:
-            result = [LLMInstance("i", Endpoint("10.0.0.1", 8000))]
+            result = [LLMInstance("i", HostPort("10.0.0.1", 8000))]
             client.release(SchedulerAnswer(address, SchedulingRequest(id=request_id), result))
             return dict(to_builtins(SchedulingRequest(id=request_id, scheduling_result=result)))
 

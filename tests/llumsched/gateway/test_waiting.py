@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llumlet.process.addresses import Address
-from llumsched.contract import Endpoint, LLMInstance, SchedulingRequest
+from llumsched.contract import HostPort, LLMInstance, SchedulingRequest
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded
@@ -52,7 +52,7 @@ class Scheduler:
         if not self.room or request.model in self.models_without:
             raise (NotInTime if request.may_wait and self.would_be_late else NoEndpoint)("all are busy")
         self.room -= 1
-        return SchedulerAnswer(_SCHEDULER, request, [LLMInstance("one", Endpoint("127.0.0.1", 9), request.model)])
+        return SchedulerAnswer(_SCHEDULER, request, [LLMInstance("one", HostPort("127.0.0.1", 9), request.model)])
 
     def release(self, placed: SchedulerAnswer) -> None:
         self.released.append(placed.request.id)

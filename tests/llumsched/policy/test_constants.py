@@ -12,7 +12,7 @@ import pytest
 from llumlet.process.kinds import Faulty
 from llumsched.cli import prepare
 from llumsched.policy.constants import POLICY_CONSTANTS
-from llumsched.rescheduling.policies import load_policies
+from llumsched.rescheduling.planning.policies import load_policies
 
 FILE = """
 define:

@@ -15,8 +15,8 @@ from llumsched.policy.candidates import Candidates
 from llumsched.policy.document import Mode, Overrides, parse_policy
 from llumsched.policy.pipeline import run
 from llumsched.policy.selectors import Draw
-from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.policies import load_policies
+from llumsched.rescheduling.planning.policies import load_policies
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from tests.llumsched import cases
 from tests.llumsched.rescheduling.cluster import instance, pairs, planned
 
@@ -63,6 +63,6 @@ def test_a_policy_of_dispatch_uses_all_of_it() -> None:
 def test_a_policy_of_rescheduling_pairs_as_it_says(installed: Path) -> None:
     path = installed / "mine.yaml"
     path.write_text("rescheduling: {selector: fullestToEmptiest}")
-    config = Config((str(path),))
+    config = ReschedulingConfig((str(path),))
     cluster = [instance("a", 0.5), instance("b", 0.1), instance("c", 0.9)]
     assert pairs(planned(cluster, config, policies=load_policies(config))) == [("c", "b")]

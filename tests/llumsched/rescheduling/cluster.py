@@ -14,13 +14,13 @@ from llumsched.cluster.providers import Provider
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
-from llumsched.rescheduling.choice import choose
-from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config, LoadTarget
-from llumsched.rescheduling.draft import caches_unknown
-from llumsched.rescheduling.history import History
-from llumsched.rescheduling.moves import Move
-from llumsched.rescheduling.planner import Plan, plan
-from llumsched.rescheduling.policies import ReschedulingPolicy, load_policies
+from llumsched.rescheduling.executing.choice import choose
+from llumsched.rescheduling.executing.history import History
+from llumsched.rescheduling.planning.draft import caches_unknown
+from llumsched.rescheduling.planning.moves import Move
+from llumsched.rescheduling.planning.planner import Plan, plan
+from llumsched.rescheduling.planning.policies import ReschedulingPolicy, load_policies
+from llumsched.rescheduling.rescheduling_config import SHORTEST_AS_NEEDED, LoadTarget, ReschedulingConfig
 from tests.llumsched.cases import UNKNOWN, Known
 
 CAPACITY = 100_000
@@ -55,8 +55,8 @@ def instance(instance_id: str, load: float = 0.0, *, received_s: float = 0.0, **
     return Instance(InstanceMetadata(**metadata), InstanceStatus(**status), received_s)
 
 
-def balancing(infer_type: str = "neutral", threshold: float = 0.0, **more: Any) -> Config:
-    config = Config(policies=(f"{infer_type}_load",), **more)
+def balancing(infer_type: str = "neutral", threshold: float = 0.0, **more: Any) -> ReschedulingConfig:
+    config = ReschedulingConfig(policies=(f"{infer_type}_load",), **more)
     return replace(config, **{infer_type: LoadTarget(threshold=threshold)})
 
 
@@ -72,7 +72,7 @@ def snapshot(instances: Iterable[Instance], known: Provider | None = None) -> Sn
 
 def planned(
     instances: Iterable[Instance],
-    config: Config,
+    config: ReschedulingConfig,
     history: History | None = None,
     now_s: float = 0.0,
     policies: Sequence[ReschedulingPolicy] | None = None,
@@ -102,7 +102,7 @@ class Cluster:
     choice of requests."""
 
     lengths: dict[str, list[int]]
-    config: Config = field(default_factory=lambda: balancing(selection=SHORTEST_AS_NEEDED))
+    config: ReschedulingConfig = field(default_factory=lambda: balancing(selection=SHORTEST_AS_NEEDED))
     now_s: float = 0.0
     num_passes: int = 0
     trips: list[tuple[float, str, str, int]] = field(default_factory=list)

@@ -16,31 +16,31 @@ from llumlet.process.setting_sources import Reading
 from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cli import prepare
 from llumsched.cluster.domains import FailoverDomain
-from llumsched.commands import rescheduler
-from llumsched.rescheduling import arguments
-from llumsched.rescheduling.arguments import Switches
-from llumsched.rescheduling.config import Config, LoadTarget, rescheduling
-from llumsched.rescheduling.moves import Selection
-from llumsched.rescheduling.policies import load_rescheduling_policy
+from llumsched.commands import rescheduler_command as rescheduler
+from llumsched.rescheduling import switches as arguments
+from llumsched.rescheduling.planning.moves import Selection
+from llumsched.rescheduling.planning.policies import load_rescheduling_policy
+from llumsched.rescheduling.rescheduling_config import LoadTarget, ReschedulingConfig, rescheduling
+from llumsched.rescheduling.switches import Switches
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def read(*given: str) -> Reading:
     parser = argparse.ArgumentParser()
-    classes = (Switches, Config)
+    classes = (Switches, ReschedulingConfig)
     settings.add_arguments(parser, classes)
     return setting_sources.read("rescheduler", classes, parser.parse_args(given), {})
 
 
-def prepared(*given: str) -> tuple[Switches, Config]:
+def prepared(*given: str) -> tuple[Switches, ReschedulingConfig]:
     reading = read(*given)
     found = arguments.prepare(reading)
     assert reading.faults == []
     return found
 
 
-def config(*given: str) -> Config:
+def config(*given: str) -> ReschedulingConfig:
     return prepared(*given)[1]
 
 
@@ -51,7 +51,7 @@ def faults(*given: str) -> list[str]:
 
 
 def test_defaults_are_written_once() -> None:
-    assert config() == Config()
+    assert config() == ReschedulingConfig()
 
 
 def test_load_balance_example_of_the_documentation() -> None:
@@ -229,7 +229,7 @@ def test_faults_of_the_command(given: list[str], faults: list[str]) -> None:
 
 def test_documentation_has_every_flag_with_its_default() -> None:
     text = (ROOT / "docs/operate/rescheduling.md").read_text() + (ROOT / "docs/reference/defaults.md").read_text()
-    plain = {entry.setting.flag: entry.default for entry in settings.entries(Config) if not entry.part}
+    plain = {entry.setting.flag: entry.default for entry in settings.entries(ReschedulingConfig) if not entry.part}
     numbers = {flag: default for flag, default in plain.items() if isinstance(default, float | int)}
     assert [flag for flag in numbers if flag not in text] == []
     for flag, default in re.findall(r"`(--rescheduling-[a-z-]+)` (?:\()?([0-9][0-9e.]*)", text):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from llumlet.contract.types import Mode, RequestInfo
 from llumlet.protocol.move import selection as llumlet
 from llumlet.protocol.move.selection import Order, Unit
-from llumsched.rescheduling.choice import choose
-from llumsched.rescheduling.moves import Move, Purpose, Selection
+from llumsched.rescheduling.executing.choice import choose
+from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 
 CAPACITY = 10_000
 rows = st.lists(st.tuples(st.integers(1, 3000), st.booleans(), st.booleans()), max_size=10)

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from llumsched.policy.document import Mode, load_policy
-from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsched.scheduler.process import SchedulerConfig, serve
 from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
@@ -16,7 +16,7 @@ from tests.llumlet.fake_agent import until
 @pytest.mark.asyncio
 async def test_it_balances_what_reports_to_the_scheduler() -> None:
     policy = load_policy("load-balance", Mode.FULL)
-    config = SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", rescheduling=Config())
+    config = SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", rescheduling=ReschedulingConfig())
     running = await serve(config)
     try:
         async with SimulatedCluster(3, str(running.store.address), model=engine_model(speed=0.05)) as cluster:

@@ -18,12 +18,12 @@ from llumlet.contract.types import Health
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
 from llumsched.policy.document import Mode, load_policy
-from llumsched.rescheduling import process
-from llumsched.rescheduling.config import Config, LoadTarget
-from llumsched.rescheduling.draft import Draft
-from llumsched.rescheduling.moves import Purpose
-from llumsched.rescheduling.pairs import Ends
+from llumsched.rescheduling import standalone as process
+from llumsched.rescheduling.planning.draft import Draft
+from llumsched.rescheduling.planning.moves import Purpose
+from llumsched.rescheduling.planning.pairs import Ends
 from llumsched.rescheduling.rescheduler import Rescheduler
+from llumsched.rescheduling.rescheduling_config import LoadTarget, ReschedulingConfig
 from llumsched.scheduler.process import SchedulerConfig, serve
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import Llumnix
@@ -32,7 +32,7 @@ from tests.support.cms import embedded_store
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
-BALANCING = Config(policies=("neutral_load",), interval_ms=0.0)
+BALANCING = ReschedulingConfig(policies=("neutral_load",), interval_ms=0.0)
 """No passes but those that are asked for."""
 FAILED = {"by": "failoverFilter", "reason": "failed itself"}
 
@@ -75,7 +75,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(config: Config, instances: Iterable[Instance]) -> AsyncIterator[World]:
+async def world(config: ReschedulingConfig, instances: Iterable[Instance]) -> AsyncIterator[World]:
     view, registry = View(), CollectorRegistry()
     put(view, *instances)
     rescheduler = Rescheduler(view, config, registry=registry)
@@ -137,7 +137,7 @@ async def test_why_pairs_are_not_chosen_is_counted() -> None:
 
 async def test_failover_has_its_turn_first_and_the_next_policy_sees_what_it_has_chosen() -> None:
     hung = instance("hung", 0.4, incarnation="x", health=Health.HUNG, loop_age_ms=9_000.0)
-    async with world(Config(interval_ms=0.0), [*cluster(), hung]) as asked:
+    async with world(ReschedulingConfig(interval_ms=0.0), [*cluster(), hung]) as asked:
         policies = asked.asked()
     assert list(policies)[:3] == ["prefill_failover", "decode_failover", "neutral_failover"]
     failover, load = policies["neutral_failover"], by_id(policies["neutral_load"])

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from llumlet.contract.types import Reason
 from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.view import View
-from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.counters import RescheduleCounters
-from llumsched.rescheduling.executor import Executor
-from llumsched.rescheduling.history import History
-from llumsched.rescheduling.moves import Move, Purpose, Selection
-from llumsched.rescheduling.records import MoveRecord, Outcome, Records
+from llumsched.rescheduling.executing.counters import RescheduleCounters
+from llumsched.rescheduling.executing.executor import Executor
+from llumsched.rescheduling.executing.history import History
+from llumsched.rescheduling.executing.records import MoveRecord, Outcome, Records
+from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsim.live import SimulatedCluster, SimulatedRequest, engine_model
 from tests.llumlet.fake_agent import until
 
@@ -32,7 +32,7 @@ MODEL = engine_model(num_blocks=2048)
 @dataclass
 class World:
     cluster: SimulatedCluster
-    config: Config = field(default_factory=lambda: Config(grpc_timeout_s=2.0))
+    config: ReschedulingConfig = field(default_factory=lambda: ReschedulingConfig(grpc_timeout_s=2.0))
 
     def __post_init__(self) -> None:
         self.view = View()
@@ -125,7 +125,7 @@ async def test_choices_of_one_request_move_on_their_own(world: World) -> None:
 
 
 async def test_no_connection_is_kept_to_a_source_that_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llumsched.rescheduling.executor._SWEEP_S", 0.0)
+    monkeypatch.setattr("llumsched.rescheduling.executing.executor._SWEEP_S", 0.0)
     await decoding(world, 30, 60)
     await world.run(move())
     world.view.remove("sim-0")

@@ -10,15 +10,15 @@ import pytest
 
 from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.providers.status import Cargo
-from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.draft import Draft
-from llumsched.rescheduling.moves import Move, Purpose, Selection
-from llumsched.rescheduling.pairs import Ends
-from llumsched.rescheduling.planner import Plan
-from llumsched.rescheduling.policies import load_policies
+from llumsched.rescheduling.planning.draft import Draft
+from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
+from llumsched.rescheduling.planning.pairs import Ends
+from llumsched.rescheduling.planning.planner import Plan
+from llumsched.rescheduling.planning.policies import load_policies
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from tests.llumsched.rescheduling.cluster import instance, pairs, planned
 
-CONFIG = Config(policies=("neutral_load", "neutral_failover"))
+CONFIG = ReschedulingConfig(policies=("neutral_load", "neutral_failover"))
 ONE = Selection(Unit.NUM_REQ, Order.SR, 1)
 
 
@@ -41,7 +41,7 @@ def move(draft: Draft, source: int, destination: int) -> None:
     draft.choose(source, destination, made, Cargo(1, 100.0))
 
 
-def made_by(chooses: Callable[[Draft], None], config: Config = CONFIG) -> Plan:
+def made_by(chooses: Callable[[Draft], None], config: ReschedulingConfig = CONFIG) -> Plan:
     """Its policy has the first turn, then those of the configuration."""
     own, *rest = load_policies(config)
     foreign = replace(own, name="foreign", selector=Foreign(chooses))

@@ -20,12 +20,13 @@ from llumlet.contract.types import MigrateEvent, MigrateRequest, MoveSummary, Re
 from llumlet.process.addresses import Address
 from llumlet.process.tasks import end
 from llumsched.cluster.view import View
-from llumsched.rescheduling import planner, process
 from llumsched.rescheduling import rescheduler as rescheduling
-from llumsched.rescheduling.config import Config
+from llumsched.rescheduling import standalone as process
 from llumsched.rescheduling.leadership import LEASE_S, Lease
-from llumsched.rescheduling.planner import Plan
+from llumsched.rescheduling.planning import planner
+from llumsched.rescheduling.planning.planner import Plan
 from llumsched.rescheduling.rescheduler import Rescheduler
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 from tests.support.redis_server import RedisServer, SentinelGroup
@@ -154,7 +155,7 @@ async def test_servers_with_the_same_memory_give_no_term_twice(redis: RedisServe
 
 async def test_a_leader_whose_orders_are_refused_gets_a_higher_term(redis: RedisServer) -> None:
     """The former one led by the fast clock of a server that is gone, and nobody who is left has heard of it."""
-    config = Config(policies=("neutral_load",), interval_ms=100)
+    config = ReschedulingConfig(policies=("neutral_load",), interval_ms=100)
     async with SimulatedCluster(2, redis.url, model=engine_model(speed=0.05)) as cluster:
         async with LlumletClient(str(cluster[0].address)) as client:
             await order(client, cluster[1].address, microseconds() + 3_000_000)
@@ -177,7 +178,7 @@ async def order(client: LlumletClient, destination: Address, term: int) -> int:
 
 
 async def test_of_two_reschedulers_one_moves_and_the_other_takes_over(redis: RedisServer) -> None:
-    config = Config(policies=("neutral_load",), interval_ms=100)
+    config = ReschedulingConfig(policies=("neutral_load",), interval_ms=100)
     async with SimulatedCluster(2, redis.url, model=engine_model(speed=0.05)) as cluster:
         running = [await process.serve(redis.url, config) for _ in range(2)]
         for number in range(12):
@@ -210,7 +211,7 @@ async def test_a_pass_during_which_the_lease_runs_out_gives_no_orders_of_nobody(
         for instance in cluster.instances.values():
             view.put_metadata(instance.metadata)
             view.put_status(instance.status)
-        rescheduler = Rescheduler(view, Config(policies=("neutral_load",)), lease=lease)
+        rescheduler = Rescheduler(view, ReschedulingConfig(policies=("neutral_load",)), lease=lease)
         sent: list[int] = []
 
         async def migrate(client: LlumletClient, request: MigrateRequest, **_: object) -> AsyncIterator[MigrateEvent]:

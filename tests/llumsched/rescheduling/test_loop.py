@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry
 from llumlet.contract.types import Reason
 from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.moves import Purpose
-from llumsched.rescheduling.records import Outcome
+from llumsched.rescheduling.executing.records import Outcome
+from llumsched.rescheduling.planning.moves import Purpose
 from llumsched.rescheduling.rescheduler import Rescheduler
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsim.live import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
 from tests.llumlet.fake_agent import until
 from tests.llumsched.rescheduling.cluster import instance
@@ -39,8 +39,8 @@ async def cluster_of(store: EmbeddedStore, size: int) -> AsyncIterator[Simulated
 
 
 @contextlib.asynccontextmanager
-async def rescheduling(view: View, config: Config | None = None) -> AsyncIterator[Rescheduler]:
-    rescheduler = Rescheduler(view, config or Config())
+async def rescheduling(view: View, config: ReschedulingConfig | None = None) -> AsyncIterator[Rescheduler]:
+    rescheduler = Rescheduler(view, config or ReschedulingConfig())
     task = asyncio.create_task(rescheduler.run())
     try:
         yield rescheduler
@@ -104,7 +104,7 @@ async def test_a_destination_that_refuses_is_passed_over(store: EmbeddedStore) -
 
 
 async def test_a_hanging_source_holds_up_nobody(store: EmbeddedStore) -> None:
-    config = Config(grpc_timeout_s=300.0)
+    config = ReschedulingConfig(grpc_timeout_s=300.0)
     async with cluster_of(store, 4) as cluster:
         for number in (0, 1):
             await load(cluster[number], 12)
@@ -116,7 +116,7 @@ async def test_a_hanging_source_holds_up_nobody(store: EmbeddedStore) -> None:
 
 async def test_the_interval_is_the_upper_bound_and_load_wakes_earlier() -> None:
     view = View()
-    async with rescheduling(view, Config(interval_ms=60_000)) as rescheduler:
+    async with rescheduling(view, ReschedulingConfig(interval_ms=60_000)) as rescheduler:
         passes = rescheduler.records.passes
         await until(lambda: len(passes) == 1)
         hot = instance("a", 0.9, incarnation="x")
@@ -131,7 +131,7 @@ async def test_the_interval_is_the_upper_bound_and_load_wakes_earlier() -> None:
         assert len(passes) == 2, "little by little wakes nobody"
         view.remove("a")
         await until(lambda: len(passes) == 3)
-    async with rescheduling(view, Config(interval_ms=30)) as rescheduler:
+    async with rescheduling(view, ReschedulingConfig(interval_ms=30)) as rescheduler:
         await until(lambda: len(rescheduler.records.passes) >= 3)
         assert rescheduler.records.passes[-1].woken_by == "interval"
 
@@ -144,7 +144,7 @@ async def test_who_is_about_to_preempt_wakes_at_once_and_once() -> None:
         view.put_metadata(one.metadata)
         view.put_status(one.status)
 
-    async with rescheduling(view, Config(interval_ms=60_000)) as rescheduler:
+    async with rescheduling(view, ReschedulingConfig(interval_ms=60_000)) as rescheduler:
         passes = rescheduler.records.passes
         tell(0)
         await until(lambda: len(passes) == 2)
@@ -160,7 +160,7 @@ async def test_who_is_about_to_preempt_wakes_at_once_and_once() -> None:
 
 async def test_many_changes_make_few_passes() -> None:
     view, began_s = View(), time.monotonic()
-    async with rescheduling(view, Config(debounce_ms=50)) as rescheduler:
+    async with rescheduling(view, ReschedulingConfig(debounce_ms=50)) as rescheduler:
         for number in range(100):
             one = instance("a", (number % 10) / 10, incarnation="x", update_id=number + 1)
             view.put_metadata(one.metadata)
@@ -175,7 +175,7 @@ async def test_a_lost_store_is_not_planned_with() -> None:
     for one in (instance("a", 0.9), instance("b")):
         view.put_metadata(one.metadata)
         view.put_status(one.status)
-    rescheduler = Rescheduler(view, Config(), clock=lambda: now_s)
+    rescheduler = Rescheduler(view, ReschedulingConfig(), clock=lambda: now_s)
     view.connected, view.heard_s = False, now_s
     now_s = 103.0
     lost = rescheduler.run_pass()
@@ -193,7 +193,7 @@ async def test_a_lost_store_is_not_planned_with() -> None:
 
 async def test_a_pass_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
     registry = CollectorRegistry()
-    rescheduler = Rescheduler(View(), Config(interval_ms=10, debounce_ms=1), registry=registry)
+    rescheduler = Rescheduler(View(), ReschedulingConfig(interval_ms=10, debounce_ms=1), registry=registry)
 
     def broken(*_: object) -> None:
         raise RuntimeError("of the test")
@@ -212,7 +212,7 @@ async def test_a_pass_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptur
 
 async def test_a_policy_that_breaks_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
     registry = CollectorRegistry()
-    rescheduler = Rescheduler(View(), Config(), registry=registry)
+    rescheduler = Rescheduler(View(), ReschedulingConfig(), registry=registry)
     selector = SimpleNamespace(name="broken", purpose=Purpose.BALANCE, pair=lambda *_: 1 / 0)
     first, *rest = rescheduler._policies
     rescheduler._policies = (replace(first, selector=selector), *rest)
@@ -226,7 +226,7 @@ async def test_a_policy_that_breaks_is_told_apart(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize(("asked", "told"), [(0, []), (1, [3]), (2, [2, 3]), (100, [1, 2, 3])])
 async def test_as_many_records_as_are_asked_for(asked: int, told: list[int]) -> None:
-    rescheduler = Rescheduler(View(), Config())
+    rescheduler = Rescheduler(View(), ReschedulingConfig())
     for _ in range(3):
         rescheduler.run_pass()
     shown = rescheduler.records.to_dict(asked, asked)
@@ -235,6 +235,6 @@ async def test_as_many_records_as_are_asked_for(asked: int, told: list[int]) -> 
 
 
 async def test_an_interval_of_zero_makes_no_pass() -> None:
-    async with rescheduling(View(), replace(Config(), interval_ms=0)) as rescheduler:
+    async with rescheduling(View(), replace(ReschedulingConfig(), interval_ms=0)) as rescheduler:
         await asyncio.sleep(0.05)
         assert not rescheduler.records.passes

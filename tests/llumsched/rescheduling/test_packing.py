@@ -15,13 +15,13 @@ from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.instance import Instance
 from llumsched.latency.fitting import Coefficients
 from llumsched.policy.reader import PolicyError
-from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.moves import Purpose, Selection
-from llumsched.rescheduling.policies import load_rescheduling_policy
+from llumsched.rescheduling.planning.moves import Purpose, Selection
+from llumsched.rescheduling.planning.policies import load_rescheduling_policy
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from tests.llumsched.cases import UNKNOWN, Known
 from tests.llumsched.rescheduling.cluster import CAPACITY, instance, pairs, planned
 
-MITIGATION = Config(policies=("binpacking_mitigation",), tpot_slo=50.0)
+MITIGATION = ReschedulingConfig(policies=("binpacking_mitigation",), tpot_slo=50.0)
 CONSOLIDATION = replace(MITIGATION, policies=("binpacking_consolidation",))
 STEPS = Known(Coefficients(a=0.02, b=0.001, c=0.0, d=0.0005, e=0.0))
 """A step of 20 ms, half of one more for each request that decodes."""
@@ -99,7 +99,7 @@ def test_each_type_packs_among_itself() -> None:
 
 
 @pytest.mark.parametrize("config", [MITIGATION, CONSOLIDATION])
-def test_nothing_is_packed_while_nobody_knows_how_long_steps_take(config: Config) -> None:
+def test_nothing_is_packed_while_nobody_knows_how_long_steps_take(config: ReschedulingConfig) -> None:
     assert planned([at("a", 60.0), at("b", 25.0)], config, known=Known(UNKNOWN)).moves == ()
 
 
@@ -140,14 +140,14 @@ define: {constants: {most: 40}}
 rescheduling: {selector: {binPackingMitigationSelector: {metric: num_requests, limit: LIMIT}}}
 """
     file.write_text(text.replace("LIMIT", "most / 2"))
-    assert load_rescheduling_policy(str(file), Config()).selector.limit == 20  # type: ignore[attr-defined]
+    assert load_rescheduling_policy(str(file), ReschedulingConfig()).selector.limit == 20  # type: ignore[attr-defined]
     file.write_text(text.replace("LIMIT", limit))
     with pytest.raises(PolicyError, match=fault.replace("(", r"\(")):
-        load_rescheduling_policy(str(file), Config())
+        load_rescheduling_policy(str(file), ReschedulingConfig())
 
 
 def test_an_infer_type_that_is_none_is_told(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\nrescheduling: {infer_type: all, selector: {roundRobinSelector: {}}}\n")
     with pytest.raises(PolicyError, match="infer_type 'all' is none of neutral, prefill, decode, any"):
-        load_rescheduling_policy(str(file), Config())
+        load_rescheduling_policy(str(file), ReschedulingConfig())

@@ -16,13 +16,13 @@ from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.status import Cargo
 from llumsched.cluster.table import standard_table
 from llumsched.latency.fitting import Coefficients
-from llumsched.rescheduling.balance import MetricBalancePairs
-from llumsched.rescheduling.config import Config, LoadTarget, Scope
-from llumsched.rescheduling.history import History
-from llumsched.rescheduling.message import migrate_request
-from llumsched.rescheduling.moves import Move, Purpose, Selection
-from llumsched.rescheduling.planner import plan, screened
-from llumsched.rescheduling.policies import load_policies
+from llumsched.rescheduling.executing.history import History
+from llumsched.rescheduling.executing.message import migrate_request
+from llumsched.rescheduling.planning.balance import MetricBalancePairs
+from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
+from llumsched.rescheduling.planning.planner import plan, screened
+from llumsched.rescheduling.planning.policies import load_policies
+from llumsched.rescheduling.rescheduling_config import LoadTarget, ReschedulingConfig, Scope
 from tests.llumsched.cases import UNKNOWN, Known, distribution, table
 from tests.llumsched.rescheduling.cluster import CAPACITY, balancing, instance, pairs, planned
 
@@ -51,7 +51,7 @@ def test_pairing_stops_where_a_destination_is_no_lower() -> None:
 
 
 def test_default_evens_a_pair_out() -> None:
-    [move] = planned([instance("hot", 0.8), instance("empty")], Config()).moves
+    [move] = planned([instance("hot", 0.8), instance("empty")], ReschedulingConfig()).moves
     assert move.selection == Selection(Unit.TOKEN, Order.SR, 40_000)
     assert move.expected_tokens == 40_000
     assert move.gain > move.cost > 0
@@ -81,7 +81,7 @@ def _decoding(name: str, number: int) -> Instance:
     ],
 )
 def test_who_is_late_gives_requests_to_who_stays_in_time(hot: int, cold: int, tpot_slo: float, number: int) -> None:
-    config = Config(policies=("neutral_tpot",), tpot_slo=tpot_slo)
+    config = ReschedulingConfig(policies=("neutral_tpot",), tpot_slo=tpot_slo)
     made = planned([_decoding("hot", hot), _decoding("cold", cold)], config, known=TWENTY_MS)
     assert pairs(made) == [("hot", "cold")] * bool(number)
 
@@ -93,7 +93,7 @@ def test_who_would_wait_too_long_goes_where_it_would_not() -> None:
         "max_num_batched_tokens": 512,
     }
     busy, idle = instance("busy", 0.1, **queue), instance("idle", max_num_batched_tokens=512)
-    config = Config(policies=("neutral_ttft",))
+    config = ReschedulingConfig(policies=("neutral_ttft",))
     assert not planned([busy, idle], config, known=TWENTY_MS).moves, "4 s"
     [move] = planned([busy, idle], replace(config, ttft_slo=2000.0), known=TWENTY_MS).moves
     assert (move.source, move.destination, move.selection) == ("busy", "idle", Selection(Unit.NUM_REQ, Order.FCW, 1))
@@ -107,7 +107,7 @@ def test_predictions_are_of_what_was_reported_if_the_snapshot_has_been_moved_on(
         "busy", 0.1, num_waiting_requests=4, num_uncomputed_tokens_all_waiting_prefills=4000,
         num_unallocated_tokens_all_waiting_requests=4000, max_num_batched_tokens=512,
     )  # fmt: skip
-    (policy,) = load_policies(Config(policies=("neutral_ttft",), ttft_slo=2000.0))
+    (policy,) = load_policies(ReschedulingConfig(policies=("neutral_ttft",), ttft_slo=2000.0))
     reported = table(busy, known=TWENTY_MS).snapshot()
     passed_s = 2.0  # of 4: more than 1.7 are left
     moved = reported.copy()
@@ -118,20 +118,20 @@ def test_predictions_are_of_what_was_reported_if_the_snapshot_has_been_moved_on(
 
 @pytest.mark.parametrize("policy", ["neutral_tpot", "neutral_ttft"])
 def test_nothing_moves_while_nobody_knows_how_long_steps_take(policy: str) -> None:
-    config = Config(policies=(policy,), tpot_slo=0.001, ttft_slo=0.001)
+    config = ReschedulingConfig(policies=(policy,), tpot_slo=0.001, ttft_slo=0.001)
     cluster = [_decoding("hot", 40), instance("idle")]
     assert not planned(cluster, config, known=Known(UNKNOWN)).moves
 
 
 def test_flags_of_load_do_not_change_what_is_late() -> None:
-    config = Config(policies=("neutral_tpot",), neutral=LoadTarget("num_requests", 1000.0), tpot_slo=50.0)
+    config = ReschedulingConfig(policies=("neutral_tpot",), neutral=LoadTarget("num_requests", 1000.0), tpot_slo=50.0)
     (policy,) = load_policies(config)
     assert isinstance(policy.selector, MetricBalancePairs)
     assert (policy.selector.metric.name, policy.selector.threshold) == ("predicted_tpot", 0.0)
 
 
 def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:
-    config = Config(policies=("neutral_waiting",))
+    config = ReschedulingConfig(policies=("neutral_waiting",))
     queue = {
         "num_waiting_requests": 3,
         "num_uncomputed_tokens_all_waiting_prefills": 24_000,
@@ -163,7 +163,7 @@ def _queueing(cached: int) -> Instance:
 
 
 def test_what_waits_stays_where_its_prompt_is_cached_unless_it_is_so_elsewhere() -> None:
-    config = Config(policies=("neutral_waiting",))
+    config = ReschedulingConfig(policies=("neutral_waiting",))
     cluster = [_queueing(cached=9_000), instance("room", 0.5), instance("other", 0.55)]
     slow = Known(Coefficients(a=0.02, b=0.002, c=0.0, d=0.001, e=0.0))
     refused = planned(cluster, config, known=slow, shares={})
@@ -181,7 +181,7 @@ def test_what_waits_stays_where_its_prompt_is_cached_unless_it_is_so_elsewhere()
 
 def test_what_is_computed_again_costs_more_the_further_back_it_is() -> None:
     """By the tokens that each of its own attends to."""
-    config = Config(policies=("neutral_waiting",))
+    config = ReschedulingConfig(policies=("neutral_waiting",))
     attention = Known(Coefficients(a=0.02, b=0.0, c=1e-9, d=0.001, e=0.0))
     cluster = [_queueing(cached=9_000), instance("room", 0.5)]
     [all_lost] = planned(cluster, config, known=attention, shares={}).moves
@@ -195,7 +195,7 @@ STEPS = {"num_decode_steps": 1000, "decode_steps_s": 25.0}
 
 
 def test_who_will_preempt_soon_gives_the_last_of_its_batch_to_who_has_room_for_longer() -> None:
-    config = Config(policies=("neutral_preemption",))
+    config = ReschedulingConfig(policies=("neutral_preemption",))
     [move] = planned([instance("full", 0.993, **STEPS), instance("room", 0.9, **STEPS)], config).moves
     assert (move.source, move.destination) == ("full", "room")
     assert move.selection == Selection(Unit.NUM_REQ, Order.LCR, 1)
@@ -206,7 +206,7 @@ def test_who_will_preempt_soon_gives_the_last_of_its_batch_to_who_has_room_for_l
 
 
 def test_who_lacks_a_block_gives_though_nothing_is_known_of_its_steps() -> None:
-    config = Config(policies=("neutral_preemption",))
+    config = ReschedulingConfig(policies=("neutral_preemption",))
     short = instance("short", 0.95, num_lacking_blocks=1, **STEPS)
     assert pairs(planned([short, instance("room", 0.5)], config)) == [("short", "room")]
     assert not planned([instance("a", 0.99), instance("b", 0.5)], config).moves, "before its first step"
@@ -224,7 +224,7 @@ def emptied(one: Instance) -> Instance:
 
 def test_others_leave_where_urgent_requests_are_and_urgent_ones_stay() -> None:
     """With virtual usage; by the memory alone the instance has room, and takes more."""
-    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    config = replace(ReschedulingConfig(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
     urgent = {"num_urgent_requests": 2, "scheduler_running_to_decode_urgent_requests_num": 2}
     cluster = [instance("urgent", 0.4, **urgent), instance("b", 0.6), instance("c", 0.6)]
     [move] = planned(cluster, config).moves
@@ -236,7 +236,7 @@ def test_others_leave_where_urgent_requests_are_and_urgent_ones_stay() -> None:
 
 
 def test_urgent_requests_alone_are_evened_out_with_others_like_them_and_disturb_nobody_else() -> None:
-    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    config = replace(ReschedulingConfig(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
     urgent = {"num_urgent_requests": 20, "scheduler_running_to_decode_urgent_requests_num": 20}
     full, fits = instance("full", 0.9, **urgent), instance("fits", 0.3, **urgent)
     assert pairs(planned([full, instance("b", 0.6)], config)) == []
@@ -245,7 +245,7 @@ def test_urgent_requests_alone_are_evened_out_with_others_like_them_and_disturb_
 
 def test_room_is_made_where_the_first_of_the_queue_finds_none() -> None:
     """De-fragmentation: two instances with the same memory in use, one of them with somebody who needs more of it."""
-    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    config = replace(ReschedulingConfig(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
     queue = {"num_waiting_requests": 1, "num_unallocated_tokens_first_waiting_request": 30_000}
     [move] = planned([instance("a", 0.8), instance("b", 0.8, **queue), instance("c", 0.6)], config).moves
     assert (move.source, move.destination) == ("b", "c")
@@ -270,7 +270,7 @@ def test_an_instance_that_a_foreign_metric_cannot_measure_is_left_out(
         "filling_extension",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = Config(policies=("neutral_load",), neutral=LoadTarget(metric="filled"))
+    config = ReschedulingConfig(policies=("neutral_load",), neutral=LoadTarget(metric="filled"))
     cluster = [instance("hot", 0.8), instance("empty"), instance("raises", 0.9)]
     assert pairs(planned(cluster, config)) == [("hot", "empty")]
 
@@ -279,11 +279,11 @@ def test_a_destination_without_room_gives_way_to_the_next() -> None:
     """It would be the coldest in every pass, and its source would wait for ever."""
     small = instance("small", num_total_gpu_tokens=3000)
     hot = instance("hot", 0.9, num_running_requests=20, scheduler_running_to_decode_requests_num=20)
-    made = planned([hot, small, instance("c", 0.1)], Config(policies=("neutral_load",)))
+    made = planned([hot, small, instance("c", 0.1)], ReschedulingConfig(policies=("neutral_load",)))
     assert pairs(made) == [("hot", "c")]
     [result] = made.results
     assert result.refused == {"no_room": 1}
-    config = Config(policies=("neutral_load",), neutral=LoadTarget(metric="decode_batch_size"))
+    config = ReschedulingConfig(policies=("neutral_load",), neutral=LoadTarget(metric="decode_batch_size"))
     full = instance("full", 0.999, num_running_requests=1, scheduler_running_to_decode_requests_num=1)
     empty = instance("c", 0.01, num_running_requests=2, scheduler_running_to_decode_requests_num=2)
     assert pairs(planned([hot, full, empty], config)) == [("hot", "c")]
@@ -359,7 +359,7 @@ def test_balance_is_not_worth_a_prefill_and_a_failover_is() -> None:
     assert pairs(planned([hot, other], balancing())) == []
     assert pairs(planned([hot, cool, other], balancing())) == [("hot", "cool")]
     failing = instance("failing", 0.7, schedulable=False)
-    config = Config(policies=FAILOVERS)
+    config = ReschedulingConfig(policies=FAILOVERS)
     assert pairs(planned([failing, other], config)) == [("failing", "other")]
     assert {destination for _, destination in pairs(planned([failing, cool, other], config))} == {"cool"}
 
@@ -394,9 +394,9 @@ def test_what_the_destination_has_is_not_copied() -> None:
     assert pairs(planned(light, balancing(), shares={"a": {"c": 1.0}}))[0] == ("a", "b")
 
 
-def decode_batches() -> Config:
+def decode_batches() -> ReschedulingConfig:
     """Balances by a metric that says nothing of the KV cache."""
-    return Config(policies=("neutral_load",), neutral=LoadTarget("decode_batch_size"))
+    return ReschedulingConfig(policies=("neutral_load",), neutral=LoadTarget("decode_batch_size"))
 
 
 @pytest.mark.parametrize("in_use", [0.99, 1.0])
@@ -468,7 +468,7 @@ def test_failover_example_of_the_documentation() -> None:
         instance(f"decode-{i}", 0.2, instance_type="decode", node_id=f"node-{(i - 1) // 2}", schedulable=i != 3)
         for i in range(1, 7)
     ]
-    config = Config(policies=("decode_failover",), failover_domain=FailoverDomain.NODE, staleness_s=100)
+    config = ReschedulingConfig(policies=("decode_failover",), failover_domain=FailoverDomain.NODE, staleness_s=100)
     made = planned(cluster, config)
     assert {move.source for move in made.moves} == {"decode-3", "decode-4"}
     assert {move.destination for move in made.moves} == {"decode-1", "decode-2", "decode-5", "decode-6"}
@@ -476,7 +476,7 @@ def test_failover_example_of_the_documentation() -> None:
 
 def test_failover_to_the_only_healthy_one_takes_everything() -> None:
     cluster = [instance("a", 0.2, schedulable=False), instance("b", 0.9)]
-    [move] = planned(cluster, Config(policies=FAILOVERS)).moves
+    [move] = planned(cluster, ReschedulingConfig(policies=FAILOVERS)).moves
     assert move.selection == Selection(Unit.NUM_REQ, Order.LR, ALL)
 
 
@@ -487,7 +487,7 @@ def test_of_several_failing_ones_each_takes_the_slots_that_others_have_left() ->
         instance("b", 0.3, schedulable=False, max_migrations_out=4, scheduler_running_to_decode_requests_num=3),
         instance("c", max_migrations_in=4),
     ]
-    made = planned(cluster, Config(policies=("neutral_failover",)))
+    made = planned(cluster, ReschedulingConfig(policies=("neutral_failover",)))
     assert [(move.source, move.destination, move.selection.value) for move in made.moves] == [("a", "c", 4.0)]
     [result] = made.results
     assert (result.error, result.refused["no_slot"]) == (None, 1)
@@ -495,7 +495,7 @@ def test_of_several_failing_ones_each_takes_the_slots_that_others_have_left() ->
 
 def test_failover_spreads_the_requests_of_one_source_over_all_healthy_ones() -> None:
     cluster = [instance("a", 0.2, schedulable=False, num_waiting_requests=2)] + [instance(f"b{i}") for i in range(4)]
-    made = planned(cluster, Config(policies=FAILOVERS))
+    made = planned(cluster, ReschedulingConfig(policies=FAILOVERS))
     running = {move.destination: move.selection.value for move in made.moves if move.selection.order is Order.LR}
     waiting = {move.destination: move.selection.value for move in made.moves if move.selection.order is Order.FCW}
     assert running == {f"b{i}": 5 for i in range(4)}
@@ -503,7 +503,7 @@ def test_failover_spreads_the_requests_of_one_source_over_all_healthy_ones() -> 
 
 
 def test_failover_asks_for_as_much_as_there_are_slots_and_goes_on_in_the_round() -> None:
-    config = Config(policies=FAILOVERS)
+    config = ReschedulingConfig(policies=FAILOVERS)
     history = History(config)
     cluster = [instance("a", 0.2, schedulable=False, **SLOTS)] + [instance(f"b{i}", **SLOTS) for i in range(6)]
     made = planned(cluster, config, history)
@@ -522,19 +522,19 @@ def test_several_sources_begin_at_different_destinations() -> None:
     cluster = [
         instance(f"a{i}", 0.2, schedulable=False, scheduler_running_to_decode_requests_num=1) for i in range(3)
     ] + [instance(f"b{i}") for i in range(3)]
-    assert pairs(planned(cluster, Config(policies=FAILOVERS))) == [("a0", "b0"), ("a1", "b1"), ("a2", "b2")]
+    assert pairs(planned(cluster, ReschedulingConfig(policies=FAILOVERS))) == [("a0", "b0"), ("a1", "b1"), ("a2", "b2")]
 
 
 def test_nothing_is_asked_of_a_loop_that_hangs() -> None:
     cluster = [instance("a", 0.2, schedulable=False, health="HUNG"), instance("b")]
-    assert pairs(planned(cluster, Config(policies=FAILOVERS))) == []
+    assert pairs(planned(cluster, ReschedulingConfig(policies=FAILOVERS))) == []
 
 
 def test_failover_comes_before_balancing_and_shares_its_view_of_the_load() -> None:
     cluster = [instance("sick", 0.6, schedulable=False), instance("cold"), instance("hot", 0.5)]
-    made = planned(cluster, Config(max_moves_per_pass=2))
+    made = planned(cluster, ReschedulingConfig(max_moves_per_pass=2))
     assert pairs(made) == [("sick", "cold"), ("sick", "hot")]
-    whole = planned(cluster, Config())
+    whole = planned(cluster, ReschedulingConfig())
     assert ("hot", "cold") not in pairs(whole), "it is a destination of this pass"
 
 
@@ -571,13 +571,13 @@ def failing_sources(domain: FailoverDomain, silent: str) -> set[str]:
         for name, (node, unit) in places.items()
     ]
     cluster.append(instance("well", node_id="D"))
-    made = planned(cluster, Config(policies=FAILOVERS, failover_domain=domain))
+    made = planned(cluster, ReschedulingConfig(policies=FAILOVERS, failover_domain=domain))
     return {move.source for move in made.moves}
 
 
 def test_instances_that_do_not_know_their_node_fail_alone() -> None:
     cluster = [instance("a", 0.2, schedulable=False), instance("b", 0.2), instance("c")]
-    made = planned(cluster, Config(policies=FAILOVERS, failover_domain=FailoverDomain.NODE))
+    made = planned(cluster, ReschedulingConfig(policies=FAILOVERS, failover_domain=FailoverDomain.NODE))
     assert {move.source for move in made.moves} == {"a"}
 
 
@@ -643,7 +643,7 @@ def test_destination_that_one_source_cannot_reach_is_open_to_others_until_a_seco
 
 
 def test_failover_avoids_too() -> None:
-    config = Config(policies=FAILOVERS)
+    config = ReschedulingConfig(policies=FAILOVERS)
     history = History(config)
     history.destination_failed("b", 0.0)
     cluster = [instance("a", 0.2, schedulable=False), instance("b"), instance("c")]
@@ -651,7 +651,7 @@ def test_failover_avoids_too() -> None:
 
 
 def test_history_keeps_nothing_for_ever() -> None:
-    config = Config()
+    config = ReschedulingConfig()
     history = History(config)
     [move] = planned([instance("a", 0.8), instance("b")], config, history).moves
     history.began(1, move, 0.0)
@@ -674,7 +674,7 @@ def test_what_costs_a_prefill_is_moved_from_what_fails_and_not_to_balance() -> N
     cluster = [instance("a", 0.9, **WITHOUT_KV), instance("b", 0.1, **WITHOUT_KV)]
     assert pairs(planned(cluster, balancing())) == []
     failing = [instance("a", 0.9, schedulable=False, **WITHOUT_KV), instance("b", 0.1, **WITHOUT_KV)]
-    assert pairs(planned(failing, Config(policies=FAILOVERS))) == [("a", "b")]
+    assert pairs(planned(failing, ReschedulingConfig(policies=FAILOVERS))) == [("a", "b")]
 
 
 def test_what_waits_is_moved_to_balance_as_well() -> None:
@@ -691,7 +691,7 @@ def test_a_destination_that_takes_no_kv_cache_is_none_to_balance_with() -> None:
 def test_what_cannot_go_elsewhere_at_all_is_left() -> None:
     marked = {"unsupported": "custom logits processors without the mark"}
     cluster = [instance("a", 0.9, schedulable=False, **marked), instance("b", 0.1, **marked)]
-    assert pairs(planned(cluster, Config(policies=FAILOVERS))) == []
+    assert pairs(planned(cluster, ReschedulingConfig(policies=FAILOVERS))) == []
 
 
 @pytest.mark.parametrize(("purpose", "method"), [(Purpose.BALANCE, Mode.LIVE), (Purpose.FAILOVER, 0)])
@@ -709,14 +709,14 @@ def test_what_waits_has_nothing_to_copy() -> None:
 
 
 def test_a_metric_to_which_a_request_makes_no_difference_moves_nothing() -> None:
-    config = Config(policies=("neutral_load",), neutral=LoadTarget("all_prefills_tokens_num"))
+    config = ReschedulingConfig(policies=("neutral_load",), neutral=LoadTarget("all_prefills_tokens_num"))
     computing = instance("a", 0.5, num_uncomputed_tokens_scheduler_running_prefills=9_000)
     made = planned([computing, instance("b")], config)
     assert (pairs(made), made.results[0].refused) == ([], {"not_worth_it": 1})
 
 
 def test_who_is_lost_has_failed_whatever_it_said_last() -> None:
-    table, config = standard_table(InFlight()), Config(FAILOVERS, failover_domain=FailoverDomain.NODE)
+    table, config = standard_table(InFlight()), ReschedulingConfig(FAILOVERS, failover_domain=FailoverDomain.NODE)
     for one in (instance("beside", 0.2, node_id="A"), instance("other", node_id="B")):
         table.appeared(one)
     gone = instance("gone", 0.2, node_id="A")

@@ -14,11 +14,11 @@ from llumsched.cluster.domains import FailoverDomain
 from llumsched.policy.filters import FailoverFilter, FailoverMigrationSrcFilter, InferTypeFilter, StalenessFilter
 from llumsched.policy.metrics import METRICS
 from llumsched.policy.reader import PolicyError, built_in_policies
-from llumsched.rescheduling.balance import MetricBalancePairs
-from llumsched.rescheduling.config import OF_ONE_TYPE, POLICIES, Config, LoadTarget, Scope
-from llumsched.rescheduling.failover import RoundRobinPairs
-from llumsched.rescheduling.moves import Selection
-from llumsched.rescheduling.policies import load_policies, load_rescheduling_policy
+from llumsched.rescheduling.planning.balance import MetricBalancePairs
+from llumsched.rescheduling.planning.failover import RoundRobinPairs
+from llumsched.rescheduling.planning.moves import Selection
+from llumsched.rescheduling.planning.policies import load_policies, load_rescheduling_policy
+from llumsched.rescheduling.rescheduling_config import OF_ONE_TYPE, POLICIES, LoadTarget, ReschedulingConfig, Scope
 from tests.llumsched import cases
 from tests.llumsched.cases import distribution
 from tests.llumsched.rescheduling.cluster import instance, pairs, planned
@@ -41,8 +41,8 @@ rescheduling:
 
 def test_every_configured_name_is_a_built_in_policy() -> None:
     assert built_in_policies("rescheduling") == sorted(set(POLICIES) - OF_ONE_TYPE.keys())
-    assert [policy.name for policy in load_policies(Config(policies=POLICIES))] == list(POLICIES)
-    assert set(Config().policies) < set(POLICIES)
+    assert [policy.name for policy in load_policies(ReschedulingConfig(policies=POLICIES))] == list(POLICIES)
+    assert set(ReschedulingConfig().policies) < set(POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_every_configured_name_is_a_built_in_policy() -> None:
     ],
 )
 def test_names_of_llumnix_are_one_policy_on_the_instances_of_one_type(name: str, infer_type: InferType) -> None:
-    policy = load_rescheduling_policy(name, Config())
-    of_all = load_rescheduling_policy(name.removeprefix(f"{infer_type}_"), Config())
+    policy = load_rescheduling_policy(name, ReschedulingConfig())
+    of_all = load_rescheduling_policy(name.removeprefix(f"{infer_type}_"), ReschedulingConfig())
     assert policy.name == name
     of_type = InferTypeFilter(infer_type)
     for ends, all_ends in ((policy.sources, of_all.sources), (policy.destinations, of_all.destinations)):
@@ -71,13 +71,13 @@ def test_failover_of_all_types_keeps_requests_among_instances_of_one_type() -> N
         for infer_type in InferType
         for name in ("sick", "well")
     ]
-    assert sorted(pairs(planned(cluster, Config(("failover",))))) == [
+    assert sorted(pairs(planned(cluster, ReschedulingConfig(("failover",))))) == [
         (f"{infer_type}-sick", f"{infer_type}-well") for infer_type in sorted(InferType)
     ]
 
 
 def test_flags_go_before_what_is_written_in_the_built_in_files() -> None:
-    config = Config(
+    config = ReschedulingConfig(
         decode=LoadTarget("decode_batch_size", 32), balance_threshold=3, scope=Scope.UNIT,
         selection=Selection(Unit.NUM_REQ, Order.LCR, 2), failover_domain=FailoverDomain.NODE, staleness_s=7,
     )  # fmt: skip
@@ -95,7 +95,9 @@ def test_flags_go_before_what_is_written_in_the_built_in_files() -> None:
 def test_a_file_of_one_s_own_says_everything_itself(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(MINE)
-    config = Config((str(path),), neutral=LoadTarget(threshold=0.99), failover_domain=FailoverDomain.INSTANCE)
+    config = ReschedulingConfig(
+        (str(path),), neutral=LoadTarget(threshold=0.99), failover_domain=FailoverDomain.INSTANCE
+    )
     policies = load_policies(config)
 
     def batch(name: str, requests: int, **more: object) -> object:
@@ -119,7 +121,7 @@ def test_the_headroom_of_urgent_requests_is_the_same_for_files_of_one_s_own(tmp_
     path = tmp_path / "mine.yaml"
     path.write_text("rescheduling: {selector: {metricBalanceSelector: {metric: virtual_usage}}}")
     table = cases.table(cases.instance("a", num_urgent_requests=1))
-    for config, headroom in ((Config(), 0.5), (Config(priority_headroom=0.25), 0.25)):
+    for config, headroom in ((ReschedulingConfig(), 0.5), (ReschedulingConfig(priority_headroom=0.25), 0.25)):
         config = replace(
             config, policies=("neutral_load", "neutral_waiting", str(path)), neutral=LoadTarget("virtual_usage")
         )
@@ -148,12 +150,12 @@ def test_wrong_files(section: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"rescheduling: {section}")
     with pytest.raises(PolicyError, match=said):
-        load_policies(Config((str(path),)))
+        load_policies(ReschedulingConfig((str(path),)))
 
 
 def test_all_files_are_read_before_their_faults_are_said(tmp_path: Path) -> None:
     with pytest.raises(PolicyError) as error:
-        load_policies(Config((str(tmp_path / "gone.yaml"), "nobody_load", "neutral_load")))
+        load_policies(ReschedulingConfig((str(tmp_path / "gone.yaml"), "nobody_load", "neutral_load")))
     assert [fault.split(":")[0].split(";")[0] for fault in error.value.faults] == [
         f"policy {tmp_path}/gone.yaml", "unknown policy 'nobody_load'",
     ]  # fmt: skip
@@ -164,7 +166,7 @@ def test_selectors_of_pairs_of_an_installed_package(tmp_path: Path, monkeypatch:
 from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.providers.status import Cargo
-from llumsched.rescheduling.moves import Move, Purpose, Selection
+from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 
 class FirstToLast:
     name, purpose = "firstToLast", Purpose.BALANCE
@@ -181,7 +183,7 @@ class FirstToLast:
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "mine.yaml"
     path.write_text("rescheduling: {selector: firstToLast}")
-    config = Config((str(path),))
+    config = ReschedulingConfig((str(path),))
     made = planned([instance(name, 0.1) for name in "abc"], config, policies=load_policies(config))
     assert pairs(made) == [("a", "c")]
     path.write_text("rescheduling: {selector: none}")

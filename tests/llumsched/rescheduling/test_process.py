@@ -18,7 +18,7 @@ import pytest_asyncio
 from llumlet.contract.block_hashes import chain, root_of
 from llumlet.contract.server import serve as serve_llumlet
 from llumlet.contract.types import CacheChanges
-from llumsched.rescheduling.process import serve as serve_rescheduler
+from llumsched.rescheduling.standalone import serve as serve_rescheduler
 from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import FakeAgent, until
 from tests.llumsched.rescheduling.cluster import balancing, instance

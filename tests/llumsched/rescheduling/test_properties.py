@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.instance import Instance
 from llumsched.latency.fitting import Coefficients
-from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config
-from llumsched.rescheduling.history import History
-from llumsched.rescheduling.moves import Purpose, Selection
+from llumsched.rescheduling.executing.history import History
+from llumsched.rescheduling.planning.moves import Purpose, Selection
+from llumsched.rescheduling.rescheduling_config import SHORTEST_AS_NEEDED, ReschedulingConfig
 from tests.llumsched.cases import Known
 from tests.llumsched.rescheduling.cluster import CAPACITY, Cluster, balancing, instance, planned
 
@@ -45,7 +45,7 @@ selections = st.sampled_from(
 @settings(**DEADLINE)
 @given(st.lists(cells, max_size=12), selections, st.integers(1, 8))
 def test_every_plan_keeps_the_rules(rows: list[dict[str, Any]], selection: Selection, cap: int) -> None:
-    config = Config(selection=selection, max_moves_per_pass=cap)
+    config = ReschedulingConfig(selection=selection, max_moves_per_pass=cap)
     cluster = {f"i{number:02}": instance(f"i{number:02}", **row) for number, row in enumerate(rows)}
     history = History(config)
     made = planned(cluster.values(), config, history)
@@ -190,7 +190,7 @@ def _waiting(name: str, load: float, number: int, length: int, cached: float, he
 @given(st.lists(queues, min_size=2, max_size=8), st.floats(0, 1))
 def test_what_waits_never_moves_at_a_loss(rows: list[dict[str, Any]], share: float) -> None:
     """What it costs, computed here by hand: as long as it is computed again, the destination holds it for nothing."""
-    config = Config(policies=("neutral_waiting",))
+    config = ReschedulingConfig(policies=("neutral_waiting",))
     cells = {f"i{number}": row for number, row in enumerate(rows)}
     cluster = {name: _waiting(name, **row) for name, row in cells.items()}
     shares = {name: dict.fromkeys(cluster.keys() - {name}, share) for name in cluster}
@@ -213,7 +213,7 @@ def test_what_waits_never_moves_at_a_loss(rows: list[dict[str, Any]], share: flo
 def test_without_prefix_caching_a_queue_costs_nothing_and_moves_as_if_no_step_were_told(
     rows: list[dict[str, Any]],
 ) -> None:
-    config = Config(policies=("neutral_waiting",))
+    config = ReschedulingConfig(policies=("neutral_waiting",))
     cluster = [_waiting(f"i{number}", **row | {"cached": 0.0}) for number, row in enumerate(rows)]
     made = planned(cluster, config, known=KNOWN, shares={})
     assert made == planned(cluster, config)

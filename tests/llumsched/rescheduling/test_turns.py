@@ -11,8 +11,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.rescheduling import process, turns
-from llumsched.rescheduling.config import Config
+from llumsched.rescheduling import standalone as process
+from llumsched.rescheduling import turns
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsched.rescheduling.turns import STAND_BY_S, Turns
 from llumsim.live import SimulatedCluster, SimulatedRequest, engine_model
 from tests.llumlet.fake_agent import until
@@ -49,7 +50,7 @@ def test_term_of_a_clock_that_was_ahead_is_outbid_in_minutes() -> None:
 @pytest.mark.asyncio
 async def test_of_two_schedulers_with_stores_of_their_own_one_moves_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "STAND_BY_S", 3600.0)  # longer than the test
-    config = Config(policies=("neutral_load",), interval_ms=100)
+    config = ReschedulingConfig(policies=("neutral_load",), interval_ms=100)
     async with AsyncExitStack() as stack:
         stores = [EmbeddedStore(), EmbeddedStore()]
         for store in stores:

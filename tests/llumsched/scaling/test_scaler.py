@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llumsched.cluster.instance import Instance
-from llumsched.scaling.config import Bounds, Config, faults, read_bounds
 from llumsched.scaling.load import STALE_S, Group, measure
 from llumsched.scaling.scaler import FORGET_S, Advice, Scaler
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig, faults, read_bounds
 from tests.llumsched import cases
 from tests.llumsched.latency.test_fitting import TRUE
 
-CONFIG = Config(low_freeness=100, high_freeness=300, cold_start_s=0, settle_s=30)
+CONFIG = ScalingConfig(low_freeness=100, high_freeness=300, cold_start_s=0, settle_s=30)
 BOUNDS = Bounds(1, 8)
 M = Group("m", "neutral")
 
@@ -40,7 +40,7 @@ def even(number: int, tokens: float, requests: float, now_s: float = 0.0) -> lis
 class World:
     """An autoscaler that obeys at once, a look each second."""
 
-    def __init__(self, config: Config = CONFIG, bounds: Bounds = BOUNDS, number: int = 1) -> None:
+    def __init__(self, config: ScalingConfig = CONFIG, bounds: Bounds = BOUNDS, number: int = 1) -> None:
         self.scaler, self.number, self.now_s = Scaler(config, bounds), number, 0.0
 
     def plays(self, seconds: int, tokens: Callable[[float], float], per_request: float = 100.0) -> list[int]:
@@ -121,7 +121,7 @@ def test_growth_is_looked_ahead_of_by_the_cold_start_and_a_wave_is_not_growth() 
     def growing(now_s: float) -> float:
         return 10_000 + 250 * now_s
 
-    config = Config(low_freeness=0, high_freeness=0, settle_s=30)
+    config = ScalingConfig(low_freeness=0, high_freeness=0, settle_s=30)
     blind, ahead = (World(replace(config, cold_start_s=seconds)) for seconds in (0, 60))
     late, early = (world.plays(120, growing, per_request=20).index(4) for world in (blind, ahead))
     assert 50 <= late - early <= 70
@@ -132,7 +132,7 @@ def test_growth_is_looked_ahead_of_by_the_cold_start_and_a_wave_is_not_growth() 
 
 def test_requests_that_go_on_are_no_growth() -> None:
     """Three of them, each of which gets a token a step: what is needed grows, but nobody comes."""
-    scaler = Scaler(Config(low_freeness=0, high_freeness=0, cold_start_s=600), BOUNDS)
+    scaler = Scaler(ScalingConfig(low_freeness=0, high_freeness=0, cold_start_s=600), BOUNDS)
     for now_s in range(60):
         advice = advised(scaler, [holding("a", 3 * (100 + 30 * now_s), 3, now_s=now_s)], now_s)
     assert advice.wanted == 1
@@ -156,22 +156,22 @@ def test_a_group_that_vanishes_keeps_its_number_until_it_is_forgotten() -> None:
 
 def test_a_limit_of_latency_needs_instances_too() -> None:
     table = cases.table(holding("a", 100, 1, num_uncomputed_pairs=0), known=cases.Known())
-    needed = measure(table, Config(tpot_s=1e-9), 0.0)[M]
+    needed = measure(table, ScalingConfig(tpot_s=1e-9), 0.0)[M]
     assert (needed.needed, needed.reason) == (2.0, "time per token"), "no more than twice as many at a time"
     step_s = 1.2 * (TRUE.a + TRUE.d + 100 * TRUE.e)
-    assert 0.5 < measure(table, Config(tpot_s=step_s), 0.0)[M].needed < 1.0
-    assert measure(table, Config(), 0.0)[M].reason == "KV cache"
+    assert 0.5 < measure(table, ScalingConfig(tpot_s=step_s), 0.0)[M].needed < 1.0
+    assert measure(table, ScalingConfig(), 0.0)[M].reason == "KV cache"
 
 
 def test_instances_of_whose_steps_nothing_is_known_need_no_others() -> None:
     """An idle cluster, or a new version: nothing was seen of it yet."""
-    limits = Config(ttft_s=10.0, tpot_s=10.0)
+    limits = ScalingConfig(ttft_s=10.0, tpot_s=10.0)
     scaler = Scaler(limits, BOUNDS)
     for now_s in range(200):
         assert advised(scaler, [holding(name, 100, 1, now_s=now_s) for name in "ab"], now_s).wanted <= 2
     mixed = cases.table(holding("a", 100, 1), holding("b", 100, 1), known=cases.KnownOf("a"))
     alone = cases.table(holding("a", 100, 1), holding("b", 100, 1), known=cases.KnownOf("a", "b"))
-    found = [measure(table, Config(tpot_s=1e-3), 0.0)[M] for table in (mixed, alone)]
+    found = [measure(table, ScalingConfig(tpot_s=1e-3), 0.0)[M] for table in (mixed, alone)]
     assert found[0].needed == pytest.approx(found[1].needed)
     assert found[0].needed > 2
 
@@ -232,6 +232,6 @@ def test_bounds_that_are_none(text: str, fault: str) -> None:
 
 
 def test_a_band_that_is_upside_down() -> None:
-    [fault] = faults(Config(low_freeness=300, high_freeness=200))
+    [fault] = faults(ScalingConfig(low_freeness=300, high_freeness=200))
     assert "--scaling-high-freeness 200 is below --scaling-low-freeness 300" in fault
-    assert not list(faults(Config()))
+    assert not list(faults(ScalingConfig()))

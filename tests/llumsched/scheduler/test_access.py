@@ -19,14 +19,14 @@ import pytest_asyncio
 from llumlet.process.addresses import Address
 from llumlet.process.secret_files import LOOK_S
 from llumsched.cli import prepare
-from llumsched.commands import explain
+from llumsched.commands import explain_command as explain
 from llumsched.contract import SchedulingRequest
 from llumsched.gateway.config import Config
 from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.access import OF_GATEWAYS, ServiceTokens, read_tokens
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.scheduler_access import IN_CLEAR, Access
+from llumsched.scheduler_access import IN_CLEAR, SchedulerAccess
 from llumsched.top.source import Source
 from tests.llumsched import cases
 from tests.llumsched.scheduler.test_cli import parsed
@@ -142,7 +142,7 @@ async def test_a_gateway_shows_its_token(scheduler: RunningScheduler, tmp_path: 
 
 @pytest.mark.asyncio
 async def test_people_show_theirs(scheduler: RunningScheduler) -> None:
-    address, reader = Address("127.0.0.1", scheduler.port), Access({"Authorization": f"Bearer {READER}"})
+    address, reader = Address("127.0.0.1", scheduler.port), SchedulerAccess({"Authorization": f"Bearer {READER}"})
     assert (await explain._ask(address, ASKED, reader))[0] == 200
     assert (await explain._ask(address, ASKED, IN_CLEAR))[0] == 401
     for access, why in ((reader, "no rescheduler runs in it"), (IN_CLEAR, "it answers 401")):

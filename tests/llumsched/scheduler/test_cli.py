@@ -18,12 +18,12 @@ from llumlet.process.redis_url import Login, RedisUrl
 from llumlet.process.tasks import end
 from llumlet.protocol.infer_type import InferType
 from llumsched.cli import prepare
-from llumsched.commands import scheduler
+from llumsched.commands import scheduler_command as scheduler
 from llumsched.endpoints import Endpoint
 from llumsched.latency.profile import Profile, for_llumnix
 from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.policy.filters import MetricBasedFilter
-from llumsched.rescheduling.policies import load_rescheduling_policy
+from llumsched.rescheduling.planning.policies import load_rescheduling_policy
 from llumsched.scheduler.process import SchedulerConfig
 from tests.llumlet.fake_agent import until
 from tests.llumsched import cases

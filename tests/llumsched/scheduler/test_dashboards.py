@@ -21,12 +21,12 @@ from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.lrs import RealtimeState
 from llumsched.cluster.view import View
 from llumsched.dispatch.dispatcher import Dispatcher, Ledger
-from llumsched.gateway.metrics import Metrics, Record
+from llumsched.gateway.gateway_metrics import Metrics, Record
 from llumsched.policy.document import Mode, load_policy
-from llumsched.rescheduling.counters import RescheduleCounters
-from llumsched.scaling.config import Bounds, Config
-from llumsched.scheduler.metrics import SchedulerMetrics
-from llumsched.scheduler.scaling import Scaling
+from llumsched.rescheduling.executing.counters import RescheduleCounters
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig
+from llumsched.scheduler.scale_advice import Scaling
+from llumsched.scheduler.scheduler_metrics import SchedulerMetrics
 
 ROOT = Path(__file__).parents[3]
 DIRECTORY = ROOT / "deploy" / "grafana"
@@ -81,7 +81,7 @@ def of_a_scheduler(mode: Mode) -> set[str]:
         ledger = RealtimeState(time.monotonic, view, gateway_ttl_s=30.0, state_ttl_s=600.0)
     dispatcher = Dispatcher(view, load_policy("load-balance", mode), ledger, time.monotonic)
     RescheduleCounters(registry)
-    Scaling(Config(), Bounds(1, 2), view, dispatcher.table, registry)
+    Scaling(ScalingConfig(), Bounds(1, 2), view, dispatcher.table, registry)
     return shown(asyncio.run(SchedulerMetrics(dispatcher, registry).exposition()))
 
 

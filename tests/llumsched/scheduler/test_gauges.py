@@ -19,7 +19,7 @@ from llumsched.dispatch.dispatcher import Dispatcher
 from llumsched.policy.document import Mode, load_policy
 from llumsched.request import Request
 from llumsched.scheduler.gauges import AT_ONCE, Gauge, exposition
-from llumsched.scheduler.metrics import SchedulerMetrics
+from llumsched.scheduler.scheduler_metrics import SchedulerMetrics
 from tests.llumsched import cases
 
 pytestmark = pytest.mark.asyncio

@@ -20,8 +20,8 @@ from llumlet.process.addresses import Address
 from llumlet.protocol.infer_type import InferType
 from llumsched.endpoints import Endpoint
 from llumsched.policy.document import Mode, load_policy
-from llumsched.scheduler.backends import StaticEngines
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from llumsched.scheduler.static_engines import StaticEngines
 from llumsched.tls import server_context
 from tests.support.authority import Authority
 

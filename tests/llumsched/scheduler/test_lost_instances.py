@@ -15,7 +15,7 @@ from llumsched.cluster.view import View
 from llumsched.cms.intake import PATIENCE, SWEEP_S, Intake
 from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.request import Request
-from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsim.live import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
@@ -35,7 +35,9 @@ async def scheduler(request: pytest.FixtureRequest) -> AsyncIterator[RunningSche
         if request.param == "redis":
             cms = (await stack.enter_async_context(RedisServer())).url
         policy = load_policy("load-balance", Mode.FULL, Overrides(failover_domain="node", staleness_s=STALENESS_S))
-        rescheduling = Config(("neutral_failover",), failover_domain=FailoverDomain.NODE, staleness_s=STALENESS_S)
+        rescheduling = ReschedulingConfig(
+            ("neutral_failover",), failover_domain=FailoverDomain.NODE, staleness_s=STALENESS_S
+        )
         config = SchedulerConfig(policy, "127.0.0.1", 0, cms, warms_up_s=0.0, rescheduling=rescheduling)
         running = await serve(config)
         stack.push_async_callback(running.close)

@@ -27,16 +27,15 @@ from llumsched.latency.profile import Profile
 from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.prefix.hits import PrefixHits
 from llumsched.prefix.index import PrefixIndex
-from llumsched.rescheduling.moves import Move, Purpose, Selection
-from llumsched.rescheduling.records import MoveRecord, Outcome, Records
-from llumsched.scaling.config import Bounds
-from llumsched.scaling.config import Config as ScalingConfig
+from llumsched.rescheduling.executing.records import MoveRecord, Outcome, Records
+from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from llumsched.scaling.load import Group
 from llumsched.scaling.scaler import Advice
-from llumsched.scheduler import events
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig
+from llumsched.scheduler import web_page as events
 from llumsched.scheduler.overview import Overview
 from llumsched.scheduler.recent import Attainment, RecentShares, Share
-from llumsched.scheduler.scaling import Scaling
+from llumsched.scheduler.scale_advice import Scaling
 from tests.llumsched.scheduler import chromium
 
 TOTAL = 32_768

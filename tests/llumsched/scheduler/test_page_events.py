@@ -19,12 +19,12 @@ from llumlet.contract.types import Health, InstanceMetadata, InstanceStatus
 from llumlet.process.tasks import end
 from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.view import View
-from llumsched.rescheduling.moves import Move, Purpose, Selection
-from llumsched.rescheduling.records import MoveRecord, Outcome, Records
-from llumsched.scheduler import events
+from llumsched.rescheduling.executing.records import MoveRecord, Outcome, Records
+from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from llumsched.scheduler import feed as feed_module
+from llumsched.scheduler import web_page as events
 from llumsched.scheduler.feed import AT_ONCE, NUM_MOVES, Feed
-from llumsched.scheduler.overview import Predicted
+from llumsched.scheduler.overview import PredictedTimes
 from llumsched.summary import summary
 
 DEADLINE_S = 60.0
@@ -136,10 +136,10 @@ async def test_readers_that_are_told_at_one_time_share_what_is_predicted(monkeyp
         def of_cluster(self) -> dict[str, Any]:
             return {}
 
-        def of_instances(self) -> dict[str, Predicted]:
+        def of_instances(self) -> dict[str, PredictedTimes]:
             nonlocal num_looks
             num_looks += 1
-            return {"a": Predicted(float(num_looks), None)}
+            return {"a": PredictedTimes(float(num_looks), None)}
 
     view = View()
     feed = Feed(view, None, Counting())  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import pytest_asyncio
 import yaml
 
 from llumsched.policy.document import Mode, load_policy
-from llumsched.scaling.config import Bounds, Config
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 from llumsched.scheduler import process
 from llumsched.scheduler.process import SchedulerConfig, serve
 from tests.llumsched import cases
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 ROOT = Path(__file__).resolve().parents[3]
 
 
-async def started(stack: AsyncExitStack, scaling: Config) -> Client:
+async def started(stack: AsyncExitStack, scaling: ScalingConfig) -> Client:
     policy = load_policy("load-balance", Mode.FULL)
     running = await serve(
         SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0, scaling=scaling)
@@ -41,7 +41,9 @@ async def started(stack: AsyncExitStack, scaling: Config) -> Client:
 async def client() -> AsyncIterator[Client]:
     """Two full instances of the model `m`, and one of `n`, with two roles, of which one is idle."""
     async with AsyncExitStack() as stack:
-        made = await started(stack, Config(bounds=Bounds(1, 8), interval_s=0.02, low_freeness=100, high_freeness=200))
+        made = await started(
+            stack, ScalingConfig(bounds=Bounds(1, 8), interval_s=0.02, low_freeness=100, high_freeness=200)
+        )
         view = made.running.view
         for name in "ab":
             cases.put(view, name, num_used_gpu_tokens=9000, num_running_requests=30)
@@ -116,7 +118,7 @@ async def test_prometheus_has_the_same(client: Client) -> None:
 
 async def test_a_scheduler_that_does_not_look_says_how_it_would() -> None:
     async with AsyncExitStack() as stack:
-        client = await started(stack, Config())
+        client = await started(stack, ScalingConfig())
         status, answer = await groups(client)
         assert status == 404
         assert "--scaling MIN:MAX" in str(answer["error"])

@@ -136,7 +136,7 @@ async def printed(*arguments: str) -> str:
 
 
 def test_once_without_a_cms_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llumsched.commands.top.FIRST_S", 0.3)
+    monkeypatch.setattr("llumsched.commands.top_command.FIRST_S", 0.3)
     assert cli.main(["top", "--cms", "127.0.0.1:1", "--once"]) == 4
     assert "the CMS 127.0.0.1:1 is not reached" in capsys.readouterr().out
 

@@ -69,8 +69,8 @@ def component(name: str, port: str, journal: Path, options: list[str]) -> None:
 
 
 def up(journal: Path, ports: list[str], options: list[str]) -> int:
-    from llumsched.up.cluster import Cluster, ClusterPlan
     from llumsched.up.component import ComponentSpec
+    from llumsched.up.fleet import ClusterPlan, Fleet
     from llumsched.up.screen import Screen
 
     def spec(name: str, port: str) -> ComponentSpec:
@@ -87,7 +87,7 @@ def up(journal: Path, ports: list[str], options: list[str]) -> int:
     screen = Screen(sys.stdout, names, colour=False)
 
     async def run() -> int:
-        return await Cluster(plan, screen).run()
+        return await Fleet(plan, screen).run()
 
     try:
         return asyncio.run(run())

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from llumlet.process.tasks import cancel
-from llumsched.scaling.config import Bounds
+from llumsched.scaling.scaling_config import Bounds
 from llumsched.up import autoscaler
 from llumsched.up.autoscaler import LEAVE_S, AutoscalePlan, Autoscaler
 from llumsched.up.component import Component, ComponentDied, ComponentSpec, describe

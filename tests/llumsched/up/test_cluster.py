@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llumsched.exit_codes import ExitCode
+from llumsched.console.exit_codes import ExitCode
 from llumsched.up import reaper
 from llumsched.up.ports import free_ports
 

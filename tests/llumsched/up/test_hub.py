@@ -16,7 +16,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from llumsched.exit_codes import ExitCode
+from llumsched.console.exit_codes import ExitCode
 from llumsched.up import hub
 
 

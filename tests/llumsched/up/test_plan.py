@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from llumsched import cli
-from llumsched.scaling.config import Bounds
-from llumsched.scaling.config import Config as ScalingConfig
+from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 from llumsched.up import device
 from llumsched.up.autoscaler import LEAVE_S
 from llumsched.up.plan import CHECKS, UpConfig, plan_of

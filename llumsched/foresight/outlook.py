@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of what statuses let expect beyond their numbers: what an instance's coming steps do, how many of its
+requests end, and whether those that wait have been left out. For the view that is moved on (`foresight.moved_on`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from llumlet.contract.coming_steps import NUM_STEPS
+from llumlet.contract.types import InstanceStatus
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.step_models import GONE_HALF_LIFE_S, EngineKind, kind_of
+
+_MOST_NAMES: Final = 64
+"""Of those that wait."""
+
+
+class _EndSums(NamedTuple):
+    """Of an instance, since its start: steps with decodes, and these decodes, each of which is a token; requests that
+    are gone, and their tokens."""
+
+    steps: int
+    decodes: int
+    gone: int
+    gone_tokens: int
+
+
+_sums_of: Final = operator.attrgetter("num_decode_steps", "decode_steps_requests", "num_gone", "gone_tokens")
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Of all instances of one kind; what is of late counts more."""
+
+    unforeseen: float = 0.0
+    """Requests that ended without its being foretold, …"""
+    decodes: float = 0.0
+    """… and the tokens that requests decoded meanwhile."""
+    gone: float = 0.0
+    """Requests that ended, and their tokens."""
+    gone_tokens: float = 0.0
+    noted_s: float = 0.0
+
+    def note(self, unforeseen: float, decodes: float, gone: float, gone_tokens: float, now_s: float) -> None:
+        kept = 0.5 ** ((now_s - self.noted_s) / GONE_HALF_LIFE_S)
+        self.unforeseen = self.unforeseen * kept + unforeseen
+        self.decodes = self.decodes * kept + decodes
+        self.gone, self.gone_tokens = self.gone * kept + gone, self.gone_tokens * kept + gone_tokens
+        self.noted_s = now_s
+
+    @property
+    def per_token(self) -> float:
+        return self.unforeseen / self.decodes if self.decodes else 0.0
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.gone_tokens / self.gone if self.gone else 0.0
+
+
+@dataclass(slots=True)
+class _Told:
+    """What one instance told last."""
+
+    ends: _Ends
+    sums: _EndSums
+    waiting: frozenset[str]
+    """Requests that waited; of many, the first."""
+    step: int
+    """Steps with decodes that had ended then."""
+    num_preemptions: int
+    coming_ends: Sequence[int]
+    """Requests that end with each coming step, by what it told last of its steps."""
+    is_stuck: bool = False
+
+
+class Outlook:
+    """A provider that observes a view. `clock` in seconds, monotonic."""
+
+    columns: Final[Sequence[str]] = (
+        "ends_per_token",
+        "ended_tokens",
+        "queue_is_stuck",
+        "foretold_steps",
+        *(f"coming_blocks_{step}" for step in range(NUM_STEPS + 1)),
+        *(f"coming_ends_{step}" for step in range(NUM_STEPS + 1)),
+    )
+    """`ends_per_token`: share of the tokens that requests decode which are their last without its being foretold, on
+    all instances of the kind lately. `ended_tokens`: mean length of those that have ended. `queue_is_stuck`: 1 if a
+    step has begun without the first request that waits: there was no room for it, or no place in the batch.
+    `foretold_steps`: for how many steps the instance has told; `coming_blocks_N`: blocks that the next N of them take,
+    less those that they give back; `coming_ends_N`: requests that end with them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ends: dict[EngineKind, _Ends] = {}
+        self._told: dict[str, _Told] = {}
+
+    def row(self, instance: Instance, before: Instance | None) -> Sequence[float]:
+        told = self._told.get(instance.id)
+        status = instance.status
+        if told is None or status is None:
+            return _NOTHING
+        steps = len(status.coming_blocks[:NUM_STEPS])
+        learnt = told.ends.per_token, told.ends.mean_tokens
+        return (*learnt, told.is_stuck, steps, *_sums(status.coming_blocks), *_sums(status.coming_ends))
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        """Keeps no listener: changes come with reports only."""
+
+    # From the view
+
+    def appeared(self, instance: Instance) -> None:
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        status = instance.status
+        if status is None:
+            return
+        told = self._told.get(instance.id)
+        if told is None:
+            ends = self._ends.setdefault(kind_of(instance.metadata), _Ends())
+            self._told[instance.id] = _Told(
+                ends,
+                _EndSums._make(_sums_of(status)),
+                frozenset(status.waiting_requests[:_MOST_NAMES]),
+                status.num_decode_steps,
+                status.num_preemptions,
+                list(status.coming_ends),
+            )
+            return
+        self._look_at_queue(told, status)
+        self._note(told, status)
+
+    def left(self, instance: Instance) -> None:
+        self._told.pop(instance.id, None)
+
+    def _look_at_queue(self, told: _Told, status: InstanceStatus) -> None:
+        """Who waits still, or again, when another step has begun, has been left out by it: so has the first of all."""
+        waiting = frozenset(status.waiting_requests[:_MOST_NAMES])
+        has_preempted = status.num_preemptions > told.num_preemptions
+        if status.num_decode_steps > told.step:
+            told.is_stuck = has_preempted or not told.waiting.isdisjoint(waiting)
+        told.is_stuck = bool(waiting) and (told.is_stuck or has_preempted)
+        told.waiting, told.step, told.num_preemptions = waiting, status.num_decode_steps, status.num_preemptions
+
+    def _note(self, told: _Told, status: InstanceStatus) -> None:
+        now = _EndSums._make(_sums_of(status))
+        steps, decodes, gone, gone_tokens = map(operator.sub, now, told.sums)
+        if steps > 0 <= min(decodes, gone, gone_tokens):
+            unforeseen = max(gone - sum(told.coming_ends[:steps]), 0)
+            told.ends.note(unforeseen, decodes, gone, gone_tokens, self._clock())
+        if steps:
+            told.sums, told.coming_ends = now, list(status.coming_ends)
+
+
+def _sums(numbers: Sequence[int]) -> Sequence[int]:
+    """Sums of the first none, one, two, … of them, `NUM_STEPS` at most; those beyond the last are as the last."""
+    sums = list(itertools.accumulate(numbers[:NUM_STEPS], initial=0))
+    return sums + sums[-1:] * (NUM_STEPS + 1 - len(sums))
+
+
+_NOTHING: Final = (0.0,) * len(Outlook.columns)

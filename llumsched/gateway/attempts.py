@@ -83,7 +83,7 @@ class Attempts(ABC):
         self._target = received.target
         self._headers = received.headers
         self._content: Content = (received.body.content,)
-        self._tried = Tried(services, is_engines_work=is_engines_work, pardoned=pardoned)
+        self._tried = Tried(services, received.own_id, is_engines_work=is_engines_work, pardoned=pardoned)
         self._case = self._tried.case
         self._pause_s = 0.0
         """Wait before the next attempt."""
@@ -175,7 +175,7 @@ class Attempts(ABC):
         finally:
             self._is_over = True
             self._tried.end()
-            self._services.trials.end(self._case)
+            self._services.trials.forget(self._case)
             self._services.streamed.discard(self)
 
     async def _run(self) -> web.StreamResponse:

@@ -1,110 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose instances died, or hung, while they had them: any of them may be why.
+"""Requests whose instances died while they had them: `llumlet.protocol.origin.suspects` with futures, timers and instances.
 
-What was sent to an instance that died is sent to others, but with care, as one of these requests may be a poison that
-would end them all, one after the other. Each is on trial where it goes next, and no instance has two on trial: when
-that instance dies as well, it is clear of whom, and the request ends. Who got some of an answer, or has lived for a
-while, is not on trial any more. A request that waits in vain for an instance with nobody on trial goes on beside
-another one; it takes one more death then until it is known.
-
-Engines with a llumlet do the same with more knowledge (who was in the step that ended the engine). They are told of
-deaths by a header (`llumlet.contract.attempt_header`).
+The gateway sees no steps, so every request of an instance that dies is a suspect, unless another request was on trial
+there. A suspect that waits in vain for an instance without a trial goes on beside another suspect; it then takes one
+more death until it is clear which of them is to blame.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
+from llumlet.protocol.origin.suspects import Judgement, Suspects
+from llumlet.protocol.steps import UNKNOWN
+
 Key = TypeVar("Key", bound=Hashable)
 
-TRIAL_PARTS: Final = 4
-"""Parts of an answer after which a request is not on trial any more."""
 TRIAL_S: Final = 10.0
-"""Time after which it is not on trial any more either; a request waits as long for its turn."""
-_DEATHS_ALONE: Final = 2
-_DEATHS: Final = 3
+"""Time after which a trial is over; also the longest time that a suspect waits for its turn."""
 
 
 @dataclass(eq=False, slots=True)
 class Case(Generic[Key]):
-    """What speaks against one request."""
+    """One request, as far as trials go."""
 
+    request_id: str
+    was_lost: bool = False
+    """True if an instance has died with it."""
     deaths: list[Key] = field(default_factory=list)
-    """Instances that died with it."""
+    """Those of these instances that it may have crashed."""
     is_guilty: bool = False
     at: Key | None = None
     """The instance at which it is on trial."""
     num_parts: int = 0
+    """Parts of its answer that came during trials."""
     timer: asyncio.TimerHandle | None = None
 
 
 class Trials(Generic[Key]):
-    """Who is on trial where. `num_instances`: how many there are to be tried at."""
+    """The trials of all requests. `num_instances`: how many instances there are to try requests at."""
 
     def __init__(self, num_instances: Callable[[], int]) -> None:
-        self._num_instances = num_instances
-        self._at: Counter[Key] = Counter()
-        self._coming: set[Case[Key]] = set()
-        """Cases whose turn has come, and that are not anywhere yet."""
-        self._waiting: dict[Case[Key], asyncio.Future[None]] = {}
+        self._suspects = Suspects[Key](num_instances)
+        self._turns: dict[str, asyncio.Future[None]] = {}
 
     @property
     def instances(self) -> frozenset[Key]:
         """Instances that have a request on trial."""
-        return frozenset(self._at)
+        return self._suspects.engines
 
     def lost(self, case: Case[Key], instance: Key) -> None:
         """Notes that `instance` died with the request."""
-        was_alone = case.at == instance and self._at[instance] == 1
-        case.deaths.append(instance)
-        case.is_guilty = len(case.deaths) >= (_DEATHS_ALONE if was_alone else _DEATHS)
+        case.was_lost = True
+        judgement = self._suspects.judge(case.request_id, instance, UNKNOWN, case.num_parts)
+        case.deaths, case.is_guilty = self._suspects.deaths(case.request_id), judgement is Judgement.GUILTY
         self.end(case)
 
     async def turn(self, case: Case[Key]) -> None:
-        """Waits for an instance with nobody on trial, but not for ever. `end` comes after it, whatever happens."""
-        turn = self._waiting[case] = asyncio.get_running_loop().create_future()
-        self._advance()
+        """Waits for an instance without a trial, at most TRIAL_S. Call `end` after it, also if it is cancelled."""
+        turn = self._turns[case.request_id] = asyncio.get_running_loop().create_future()
+        self._suspects.ask_turn(case.request_id)
+        self._give_turns()
         with suppress(TimeoutError):
             async with asyncio.timeout(TRIAL_S):
                 await turn
-        self._waiting.pop(case, None)
-        self._coming.add(case)
+        self._suspects.take_turn(case.request_id)
 
     def begin(self, case: Case[Key], instance: Key) -> None:
-        self._coming.discard(case)
-        case.at, case.num_parts = instance, 0
-        case.timer = asyncio.get_running_loop().call_later(TRIAL_S, self.end, case)
-        self._at[instance] += 1
+        """Notes that the request, whose turn has come, is sent to `instance`."""
+        self._suspects.sent(case.request_id, instance, case.num_parts)
+        case.at = self._suspects.tried_at(case.request_id)
+        if case.at is not None:
+            case.timer = asyncio.get_running_loop().call_later(TRIAL_S, self._survived, case)
 
     def got_part(self, case: Case[Key]) -> None:
         """Notes that a part of its answer has come."""
         case.num_parts += 1
-        if case.num_parts >= TRIAL_PARTS:
+        self._suspects.heard(case.request_id, case.num_parts)
+        if self._suspects.tried_at(case.request_id) is None:
             self.end(case)
 
     def end(self, case: Case[Key]) -> None:
-        """Ends the trial of a request, or its wait for one, if there is any. As often as one likes."""
-        if case.at is not None:
-            self._at[case.at] -= 1
-            if not self._at[case.at]:
-                del self._at[case.at]
+        """Ends the request's trial, or its wait for one, without a result. May be called at any time."""
+        if not case.was_lost:
+            return
         if case.timer is not None:
             case.timer.cancel()
         case.at = case.timer = None
-        self._coming.discard(case)
-        self._waiting.pop(case, None)
-        self._advance()
+        self._turns.pop(case.request_id, None)
+        self._suspects.step_back(case.request_id)
+        self._give_turns()
 
-    def _advance(self) -> None:
-        """Gives their turn to those that came first."""
-        while self._waiting and len(self._at) + len(self._coming) < max(1, self._num_instances()):
-            case = next(iter(self._waiting))
-            turn = self._waiting.pop(case)
-            if not turn.done():
-                self._coming.add(case)
+    def forget(self, case: Case[Key]) -> None:
+        """Drops a request that has ended."""
+        if case.was_lost:
+            self.end(case)
+            self._suspects.forget(case.request_id)
+
+    def _survived(self, case: Case[Key]) -> None:
+        self._suspects.survived(case.request_id)
+        self.end(case)
+
+    def _give_turns(self) -> None:
+        for request_id in self._suspects.come():
+            turn = self._turns.pop(request_id, None)
+            if turn is not None and not turn.done():
                 turn.set_result(None)

@@ -26,7 +26,7 @@ _KEPT_FOR_LOSSES: Final = 0.5
 
 
 class Tried:
-    def __init__(self, services: Services, *, is_engines_work: bool, pardoned: frozenset[int]) -> None:
+    def __init__(self, services: Services, request_id: str, *, is_engines_work: bool, pardoned: frozenset[int]) -> None:
         """`is_engines_work`: an answer tells something of the engine core, too. `pardoned`: refusals that are nobody's
         fault, even if others take what was refused."""
         self._services = services
@@ -36,7 +36,7 @@ class Tried:
         self.num_placed = 0
         self._num_unreached = 0
         """Instances among `num_placed` to which nothing could be sent."""
-        self.case: Case[Backend] = Case()
+        self.case = Case[Backend](request_id)
         self.answer: web.Response | None = None
         """An engine's own words, should there be no other."""
         self.refused_by: Backend | None = None

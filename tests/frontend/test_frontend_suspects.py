@@ -203,7 +203,7 @@ async def test_a_refused_trial_is_no_death(
     await until(lambda: len(rescuer.agent.asked("adopt")) > 1)
     del rescuer.agent.failures["adopt"]
     await until(lambda: not client.origin.core.streams.get("a").replaying)
-    assert client.origin.core.suspects.deaths("a") == ["home"]
+    assert [engine.instance for engine in client.origin.core.suspects.deaths("a")] == ["home"]
 
 
 @pytest.mark.parametrize("leaving", [False, True], ids=["idle", "on its way out"])

@@ -105,7 +105,7 @@ class Origin:
         self.owners = Owners()
         self.streams = Streams(surroundings.check, surroundings.complain)
         self.inputs = Inputs(self.streams)
-        self.suspects = Suspects(lambda: len(self.targets(None)))
+        self.suspects = Suspects[Owner](lambda: len(self.targets(None)))
         self.placement = Placement()
         self.replays: dict[str, Replay] = {}
         """Replays by request; its stream may have ended meanwhile."""
@@ -354,7 +354,8 @@ class Origin:
         request_id = stream.request_id
         if self.suspects.judge(request_id, lost, steps, len(stream.delivered)) is not Judgement.GUILTY:
             return False
-        names = ["unknown here"] * self.suspects.num_before(request_id) + self.suspects.deaths(request_id)
+        names = ["unknown here"] * self.suspects.num_before(request_id)
+        names += [owner.instance for owner in self.suspects.deaths(request_id)]
         reason = (
             f"This request was in the step in which {len(names)} engines died or hung, one after the other "
             f"({', '.join(names)}), the last time on trial. It is not sent to a third."

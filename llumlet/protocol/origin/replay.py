@@ -89,7 +89,7 @@ class Around:
 
     streams: Streams
     owners: Owners
-    suspects: Suspects
+    suspects: Suspects[Owner]
     placement: Placement
     targets: Callable[[Owner | None], Sequence[str]]
     room: Callable[[], Mapping[str, int]]
@@ -144,12 +144,15 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return []
 
     def _left(self) -> list[str]:
-        """Whom to choose from, for a suspect rather where nobody is on trial. The lost one may come back when there is
-        nobody else."""
+        """Llumlets to choose from; for a suspect, those at whose engines no request is on trial, if there are any. The
+        lost engine may come back: it is a choice if no other is left."""
         targets = self._around.targets
         left = [address for address in targets(self._lost) if address not in self._asked]
         left = left or [address for address in targets(None) if address not in self._asked]
-        return self._around.suspects.without_trial(left) if self._trial_tokens else left
+        if not self._trial_tokens:
+            return left
+        taken = {owner.llumlet for owner in self._around.suspects.engines}
+        return [address for address in left if address not in taken] or left
 
     def _is_to_compare(self, event: w.TurnCame) -> bool:
         """Whether it matters who takes it: it is long, and nobody may still have all of its KV cache."""

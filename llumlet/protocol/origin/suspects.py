@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that may have been the death of their engine: who they are, whose turn it is to be tried, who is to end.
+"""Suspects: requests that may have crashed their engine. A suspect is tried, alone at an engine, until it has survived
+some tokens there.
 
-Of an engine that died, only the requests in the steps under way can be why (`step_record`); the others go on elsewhere
-at once. The suspects are tried, one at a time at an engine, and a trial is over when the request has survived some
-tokens there. That settles most deaths:
+Only the requests in the steps under way can have crashed an engine (`steps.LastSteps`); all others continue at once.
 
-    dies in a step, on trial              guilty: it ends, with an error that says so
-    dies in a step, another one on trial  that one's doing: goes on at once
-    dies in a step otherwise              a suspect, also if it was cleared before: it is tried
-    dies while it waits to be scheduled   nothing was learnt: a suspect stays one, others go on at once
+    its engine dies                             the request
+    in a step, while it is on trial             is guilty: it ends with an error
+    in a step, while another one is on trial    continues at once: the other one is to blame
+    in a step otherwise                         is a suspect, even if it survived a trial before
+    before it was scheduled                     stays what it was
 
-So a request whose engine dies of it does that twice, the second time on trial, and whoever was beside it is tried or
-goes on, however often that happens. A request that is a suspect once more has to survive more tokens than before: an
-engine that dies of it now and then is more likely to do so in a trial.
+So a request that crashes its engine does so twice, the second time on trial. A request that is a suspect again has to
+survive more tokens than before, because some requests crash their engine only now and then.
 
-A gateway may have seen instances die with a request before it came (`attempts`): that is on trial from the beginning.
+Two shells use this: the origin in an API server, which reads the engines' records of their steps, and the gateway,
+which knows nothing of steps (`steps.UNKNOWN`). A gateway tells the origin how many instances have died with a request
+(`attempt_header`); the request is then on trial from the beginning.
 
-Whoever asks for a turn gets it at once or later: `come` says whose turn has come since it was last asked.
+A suspect asks for its turn (`ask_turn`); `come` names the requests whose turn has come since.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable
+from typing import Generic, TypeVar
 
 from llumlet.protocol.origin.owners import Owner
 from llumlet.protocol.steps import UNKNOWN, LastSteps
@@ -38,6 +40,8 @@ MAX_TRIAL_TOKENS = 1024
 STUCK_SECONDS = 1.5
 """A silent engine whose step is older hangs in it; if it is younger, the engine gets on and was cut off."""
 
+Engine = TypeVar("Engine", bound=Hashable)
+"""One life of an engine, as its shell knows it; compared by identity."""
 ReadSteps = Callable[[str], LastSteps | None]
 """The record of the life of an engine with this incarnation; None if it cannot be read here."""
 
@@ -70,20 +74,20 @@ class Judgement(enum.Enum):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Case:
-    """What is held against one request, from the first death that it may have caused to its end."""
+class _Case(Generic[Engine]):
+    """The record of one suspect, from the first death that it may have caused to its end."""
 
     request_id: str
-    deaths: list[Owner] = dataclasses.field(default_factory=list)
+    deaths: list[Engine] = dataclasses.field(default_factory=list)
     num_before: int = 0
     """Deaths that a gateway has seen, before the request came here."""
     judgement: Judgement = Judgement.SUSPECT
-    """What the last death makes of it."""
+    """Result of the last death."""
     pending: bool = False
-    """Whether it has to be tried, or is being tried."""
+    """True if it has to be tried, or is being tried."""
     delivered: int = 0
-    """Tokens that its client had when it became a suspect: how much speaks for it."""
-    at: Owner | None = None
+    """Tokens that its client had when it became a suspect: the more, the less likely it is to blame."""
+    at: Engine | None = None
     """The engine at which it is tried."""
     until: int = 0
     """Number of delivered tokens that ends the trial."""
@@ -94,18 +98,18 @@ class _Case:
         return min(TRIAL_TOKENS * int(longer), MAX_TRIAL_TOKENS) if self.pending else 0
 
 
-class Suspects:
-    """The suspects of one API server process. `most` says how many trials may be under way: no more than engines."""
+class Suspects(Generic[Engine]):
+    """The suspects of one process. `most` returns how many trials may be under way: no more than engines."""
 
     def __init__(self, most: Callable[[], int]) -> None:
         self._most = most
-        self._cases: dict[str, _Case] = {}
-        self._waiting: dict[str, _Case] = {}
-        self._trying: dict[str, _Case] = {}
+        self._cases: dict[str, _Case[Engine]] = {}
+        self._waiting: dict[str, _Case[Engine]] = {}
+        self._trying: dict[str, _Case[Engine]] = {}
         self._come: list[str] = []
-        self._cleared: dict[str, Owner] = {}
-        """Of requests that somebody else's trial has cleared, the engine that died of it: that one ends, and who still
-        looks for an engine is judged again."""
+        self._cleared: dict[str, Engine] = {}
+        """Engine whose death another request's trial has explained, by request. The answer stays the same after that
+        other request has ended."""
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -114,31 +118,37 @@ class Suspects:
     def any_tried(self) -> bool:
         return bool(self._trying)
 
-    def deaths(self, request_id: str) -> list[str]:
-        """Names of the engines that died with the request in a step, and nobody else to blame."""
+    @property
+    def engines(self) -> frozenset[Engine]:
+        """Engines at which a request is on trial."""
+        return frozenset(case.at for case in self._trying.values() if case.at is not None)
+
+    def deaths(self, request_id: str) -> list[Engine]:
+        """The engines that died with the request in a step, and without another request to blame."""
         case = self._cases.get(request_id)
-        return [owner.instance for owner in case.deaths] if case is not None else []
+        return list(case.deaths) if case is not None else []
 
     def num_before(self, request_id: str) -> int:
-        """Deaths before those."""
+        """Number of deaths that a gateway saw before those."""
         case = self._cases.get(request_id)
         return case.num_before if case is not None else 0
 
-    def came_after(self, request_id: str, num_deaths: int, owner: Owner | None) -> None:
-        """A gateway has seen so many instances die with this new request. `owner` has it now, if that is known."""
-        case = self._cases[request_id] = _Case(request_id, num_before=num_deaths, pending=owner is not None)
+    def came_after(self, request_id: str, num_deaths: int, owner: Engine | None) -> None:
+        """Notes that a gateway has seen `num_deaths` instances die with this new request. `owner`: the engine that has
+        it now; None if that is not known."""
+        case = self._cases[request_id] = _Case[Engine](request_id, num_before=num_deaths, pending=owner is not None)
         if owner is not None:
             self._trying[request_id] = case
             self.sent(request_id, owner, 0)
 
-    def judge(self, request_id: str, owner: Owner, steps: LastSteps, delivered: int) -> Judgement:
-        """`owner`, which had the request, has died, or hangs, in `steps`. The same question gets the same answer.
+    def judge(self, request_id: str, owner: Engine, steps: LastSteps, delivered: int) -> Judgement:
+        """Judges a request whose engine `owner` has died, or hangs, in `steps`. The same question gets the same answer.
 
         delivered: number of tokens that the client has.
         """
         case = self._cases.get(request_id)
         is_there = case is not None and case.at is owner
-        # An engine has one on trial. It knows sooner than the origin that a trial is over, and takes the next one.
+        # An engine tries one request at a time. It learns sooner than the origin that a trial is over.
         tried = is_there and not steps.tried_another(request_id)
         if case is not None and case.pending and owner in case.deaths:
             return case.judgement
@@ -149,24 +159,25 @@ class Suspects:
                 self.step_back(request_id)
             return Judgement.SUSPECT if case is not None and case.pending else Judgement.INNOCENT
         if case is None:
-            case = self._cases[request_id] = _Case(request_id)
+            case = self._cases[request_id] = _Case[Engine](request_id)
         case.deaths.append(owner)
         case.pending = True
         case.delivered = delivered
-        # Where the engine does not say whom it has on trial, there may be another one by what is known here.
+        # An engine without a record does not say which request it tries; other suspects of ours may be there.
         alone = steps.tried(request_id) or not self._is_explained(request_id, owner, steps)
         case.judgement = Judgement.GUILTY if tried and alone else Judgement.SUSPECT
         return case.judgement
 
-    def _is_explained(self, request_id: str, owner: Owner, steps: LastSteps) -> bool:
-        """Whether somebody else was on trial there; of an engine on another host, somebody of ours."""
+    def _is_explained(self, request_id: str, owner: Engine, steps: LastSteps) -> bool:
+        """Whether another request was on trial there; without the engine's record, another one of ours."""
         others = (case for case in self._trying.values() if case.request_id != request_id)
         return steps.tried_another(request_id) or any(
             case.at is owner and steps.had(case.request_id) for case in others
         )
 
     def ask_turn(self, request_id: str) -> None:
-        """The turn of who is no suspect comes at once; a suspect's when it may be tried. Until then it is nowhere."""
+        """A request that is not suspected gets its turn at once. A suspect waits until an engine is free to try it, and
+        meanwhile runs nowhere."""
         case = self._cases.get(request_id)
         if case is None or not case.pending or request_id in self._trying:
             self._come.append(request_id)
@@ -174,8 +185,14 @@ class Suspects:
         self._waiting[request_id] = case
         self.advance()
 
+    def take_turn(self, request_id: str) -> None:
+        """Ends the wait of a suspect that goes on although no engine is free to try it alone."""
+        if (case := self._waiting.pop(request_id, None)) is not None:
+            self._trying[request_id] = case
+
     def advance(self) -> None:
-        """Let as many be tried as may be. Those first for whom least speaks: a culprit is found early."""
+        """Gives as many turns as there are engines. Suspects with the fewest tokens come first: one of these is the
+        likeliest culprit."""
         while self._waiting and len(self._trying) < max(1, self._most()):
             case = min(self._waiting.values(), key=lambda case: case.delivered)
             del self._waiting[case.request_id]
@@ -187,52 +204,54 @@ class Suspects:
         come, self._come = self._come, []
         return come
 
-    def without_trial(self, addresses: list[str]) -> list[str]:
-        """Those among these llumlets at whose engines nobody is on trial from here; all of them, if there is none."""
-        taken = {case.at.llumlet for case in self._trying.values() if case.at is not None}
-        return [address for address in addresses if address not in taken] or addresses
-
-    def tried_at(self, request_id: str) -> Owner | None:
+    def tried_at(self, request_id: str) -> Engine | None:
         case = self._trying.get(request_id)
         return case.at if case is not None else None
 
     def trial_tokens(self, request_id: str) -> int:
-        """How many the request has to survive where it goes now; 0 if it is no suspect."""
+        """Tokens that the request has to survive at its next engine; 0 if it is not a suspect."""
         case = self._cases.get(request_id)
         return case.trial_tokens if case is not None else 0
 
-    def sent(self, request_id: str, owner: Owner | None, delivered: int) -> None:
-        """`owner` has the request from now on, or may have: nothing is known yet of the call that gave it. None: it
-        has not."""
+    def sent(self, request_id: str, owner: Engine | None, delivered: int) -> None:
+        """Notes that `owner` has the request from now on, or may have it: the call that sends it is under way. None: no
+        engine has it."""
         case = self._trying.get(request_id)
         if case is not None:
             case.at, case.until = owner, delivered + case.trial_tokens
 
-    def taken_by(self, request_id: str, owner: Owner) -> None:
-        """`owner` has said that it has it. Its first tokens may have come before, and count."""
+    def taken_by(self, request_id: str, owner: Engine) -> None:
+        """Notes that `owner` has confirmed that it has the request. Tokens that came before count."""
         case = self._trying.get(request_id)
         if case is not None:
             case.at = owner
 
     def heard(self, request_id: str, delivered: int) -> None:
-        """The client has so many tokens now."""
+        """Notes how many tokens the client has now."""
         case = self._trying.get(request_id)
         if case is not None and case.at is not None and delivered >= case.until:
+            self.survived(request_id)
+
+    def survived(self, request_id: str) -> None:
+        """Ends the trial of a request that has proved harmless."""
+        if (case := self._trying.get(request_id)) is not None:
             case.pending = False
             self.step_back(request_id)
 
     def step_back(self, request_id: str) -> None:
-        """Ends a trial without a verdict: the next one's turn comes."""
-        case = self._trying.pop(request_id, None)
-        if case is not None:
+        """Ends the trial of a request, or its wait for one, without a result: the next suspect gets its turn."""
+        self._waiting.pop(request_id, None)
+        if (case := self._trying.pop(request_id, None)) is not None:
             case.at = None
             self.advance()
 
+    def forget(self, request_id: str) -> None:
+        """Drops a request that has ended."""
+        self._cases.pop(request_id, None)
+        self._cleared.pop(request_id, None)
+        self.step_back(request_id)
+
     def keep(self, streams: Container[str]) -> None:
-        """Forget requests that have ended."""
-        for request_id in [request_id for request_id in self._cases if request_id not in streams]:
-            del self._cases[request_id]
-            self._waiting.pop(request_id, None)
-            self.step_back(request_id)
-        for request_id in [request_id for request_id in self._cleared if request_id not in streams]:
-            del self._cleared[request_id]
+        """Forgets all requests but those of these streams."""
+        for request_id in [one for one in (*self._cases, *self._cleared) if one not in streams]:
+            self.forget(request_id)

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from llumlet.contract.attempt_header import ATTEMPT_HEADER
 from llumlet.process.addresses import Address
+from llumlet.protocol.origin.suspects import TRIAL_TOKENS
 from llumsched.gateway import suspects
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.server import Gateway
@@ -192,12 +193,18 @@ async def test_an_attempt_that_fails_otherwise_ends_the_trial_too() -> None:
         assert not it.gateway.services.trials.instances
 
 
-@pytest.mark.asyncio
-async def test_one_at_a_time_is_on_trial_at_an_instance() -> None:
-    trials: Trials[str] = Trials(lambda: 2)
-    cases = [Case[str]() for _ in range(4)]
+def cases_of(number: int, trials: Trials[str]) -> list[Case[str]]:
+    """Suspects: each was at an instance of its own that died."""
+    cases = [Case[str](str(each)) for each in range(number)]
     for case in cases:
-        trials.lost(case, "z")
+        trials.lost(case, f"dead with {case.request_id}")
+    return cases
+
+
+@pytest.mark.asyncio
+async def test_instance_has_one_request_on_trial_at_a_time() -> None:
+    trials: Trials[str] = Trials(lambda: 2)
+    cases = cases_of(4, trials)
     order: list[int] = []
 
     async def go(number: int) -> None:
@@ -208,7 +215,7 @@ async def test_one_at_a_time_is_on_trial_at_an_instance() -> None:
     going = [asyncio.create_task(go(number)) for number in range(4)]
     await until(lambda: len(order) == 2)
     assert trials.instances == {"a", "b"}
-    for _ in range(suspects.TRIAL_PARTS):
+    for _ in range(TRIAL_TOKENS):
         trials.got_part(cases[0])
     await until(lambda: len(order) == 3)
     trials.lost(cases[1], "b")
@@ -216,31 +223,48 @@ async def test_one_at_a_time_is_on_trial_at_an_instance() -> None:
     await asyncio.gather(*going)
     assert order == [0, 1, 2, 3]
     for case in cases:
-        trials.end(case)
+        trials.forget(case)
     assert not trials.instances
+    assert not len(trials._suspects)
 
 
 @pytest.mark.asyncio
-async def test_who_leaves_before_or_with_its_turn_keeps_nobody_waiting() -> None:
+async def test_request_beside_one_on_trial_is_not_suspected() -> None:
+    trials: Trials[str] = Trials(lambda: 2)
+    (case,) = cases_of(1, trials)
+    beside = Case[str]("beside")
+    await trials.turn(case)
+    trials.begin(case, "a")
+    trials.lost(beside, "a")
+    trials.lost(case, "a")
+    assert (beside.deaths, beside.is_guilty, case.is_guilty) == ([], False, True)
+    trials.forget(beside)
+    trials.forget(case)
+    assert not len(trials._suspects)
+
+
+@pytest.mark.asyncio
+async def test_request_that_leaves_before_or_with_its_turn_keeps_no_other_waiting() -> None:
     trials: Trials[str] = Trials(lambda: 1)
-    first, second, third, last = (Case[str]() for _ in range(4))
+    first, second, third, last = cases_of(4, trials)
     await trials.turn(first)
     waiting = {case: asyncio.create_task(trials.turn(case)) for case in (second, third, last)}
     await asyncio.sleep(0)
     waiting[second].cancel()
     await asyncio.gather(waiting[second], return_exceptions=True)
-    trials.end(second)
+    trials.forget(second)
     trials.end(first)  # the turn of the third, which leaves before it knows
     waiting[third].cancel()
     await asyncio.gather(waiting[third], return_exceptions=True)
-    trials.end(third)
+    trials.forget(third)
     await asyncio.wait_for(waiting[last], suspects.TRIAL_S / 2)
+    trials.forget(last)
 
 
 @pytest.mark.asyncio
-async def test_where_no_instance_is_left_nobody_waits_for_one() -> None:
+async def test_suspects_do_not_wait_where_no_instance_is_left() -> None:
     trials: Trials[str] = Trials(lambda: 0)
-    first, second = Case[str](), Case[str]()
+    first, second = cases_of(2, trials)
     async with asyncio.timeout(suspects.TRIAL_S / 2):
         await trials.turn(first)
         trials.end(first)
@@ -249,18 +273,32 @@ async def test_where_no_instance_is_left_nobody_waits_for_one() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_turn_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside another one nobody knows whose doing a death is: it takes a third."""
+async def test_suspect_whose_turn_does_not_come_goes_on_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that instance dies, either may be to blame: it takes a third death."""
     monkeypatch.setattr(suspects, "TRIAL_S", 0.2)
     trials: Trials[str] = Trials(lambda: 1)
-    one, other = Case[str](), Case[str]()
+    one, other = cases_of(2, trials)
     for case in (one, other):
-        trials.lost(case, "z")
         await trials.turn(case)
         trials.begin(case, "a")
+        assert case.timer is not None
+        case.timer.cancel()  # a trial that takes longer than the other one waits
     trials.lost(one, "a")
     assert not one.is_guilty
+    trials.end(other)
+    await trials.turn(one)
     trials.begin(one, "b")
     trials.lost(one, "b")
     assert one.is_guilty
-    trials.end(other)
+
+
+@pytest.mark.asyncio
+async def test_trial_ends_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "TRIAL_S", 0.01)
+    trials: Trials[str] = Trials(lambda: 1)
+    (case,) = cases_of(1, trials)
+    await trials.turn(case)
+    trials.begin(case, "a")
+    await until(lambda: not trials.instances)
+    trials.lost(case, "a")
+    assert not case.is_guilty

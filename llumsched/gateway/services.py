@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from aiohttp import web
 
+from llumlet.protocol.recovery.retries import RetryBudget
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.background import Background
 from llumsched.gateway.body import Body, Prompt
@@ -19,7 +20,6 @@ from llumsched.gateway.errors import Overloaded
 from llumsched.gateway.forwarded import RawHeaders
 from llumsched.gateway.gateway_metrics import Metrics, Record
 from llumsched.gateway.placement import Placed, Placement
-from llumsched.gateway.retries import RetryBudget
 from llumsched.gateway.stored import Stored, StoredResponses
 from llumsched.gateway.suspects import Trials
 from llumsched.gateway.tokens import TokenCounter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose instances died while they had them: `llumlet.protocol.origin.suspects` with futures, timers and instances.
+"""Requests whose instances died while they had them: `llumlet.protocol.recovery.suspects`, with futures and timers.
 
 The gateway sees no steps, so every request of an instance that dies is a suspect, unless another request was on trial
 there. A suspect that waits in vain for an instance without a trial goes on beside another suspect; it then takes one
@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from llumlet.protocol.origin.suspects import Judgement, Suspects
-from llumlet.protocol.steps import UNKNOWN
+from llumlet.protocol.recovery.steps import UNKNOWN
+from llumlet.protocol.recovery.suspects import Judgement, Suspects
 
 Key = TypeVar("Key", bound=Hashable)
 

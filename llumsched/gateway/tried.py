@@ -7,11 +7,11 @@ from typing import Final
 
 from aiohttp import web
 
+from llumlet.protocol.recovery.retries import backoff_s
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.ends import End
 from llumsched.gateway.errors import StreamLost
-from llumsched.gateway.retries import backoff_s
 from llumsched.gateway.services import Services
 from llumsched.gateway.suspects import TRIAL_S, Case
 

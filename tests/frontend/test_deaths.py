@@ -15,8 +15,7 @@ import pytest
 
 from llumlet.contract.server import serve
 from llumlet.process.credentials import Credentials
-from llumlet.protocol.origin.owners import Owner
-from llumlet.protocol.origin.suspects import STUCK_SECONDS, steps_of
+from llumlet.protocol.origin.owners import STUCK_SECONDS, Owner, steps_of
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix.frontend import deaths
 from vllm_llumnix.frontend.deaths import is_gone

@@ -18,7 +18,7 @@ from llumlet.contract.server import RunningServer, serve
 from llumlet.contract.types import Reason
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.origin import origin, owners, replay
-from llumlet.protocol.origin.suspects import TRIAL_TOKENS
+from llumlet.protocol.recovery.suspects import TRIAL_TOKENS
 from llumlet.protocol.wire import Health
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of, until

@@ -24,7 +24,7 @@ from llumlet.protocol.origin.replay import (
     State,
 )
 from llumlet.protocol.origin.streams import GRACE_SECONDS, Stream
-from llumlet.protocol.steps import LastSteps, name_of
+from llumlet.protocol.recovery.steps import LastSteps, name_of
 
 RAISED = Epoch(1, 0)
 DIGEST = "digest"

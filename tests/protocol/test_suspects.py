@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from llumlet.protocol.origin.owners import Owner
-from llumlet.protocol.origin.suspects import LONGER, TRIAL_TOKENS, Judgement, Suspects
-from llumlet.protocol.steps import UNKNOWN, LastSteps, name_of
+from llumlet.protocol.recovery.steps import UNKNOWN, LastSteps, name_of
+from llumlet.protocol.recovery.suspects import LONGER, TRIAL_TOKENS, Judgement, Suspects
 
 INNOCENT, SUSPECT, GUILTY = Judgement.INNOCENT, Judgement.SUSPECT, Judgement.GUILTY
 

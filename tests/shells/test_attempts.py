@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 from llumlet.protocol.origin import replay
-from llumlet.protocol.origin.suspects import Judgement, Suspects
+from llumlet.protocol.recovery.suspects import Judgement, Suspects
 from tests.shells.circumstances import building_slowly, recorded, recorded_requests, replays_only_at
 from tests.shells.cluster import cluster_of, retold, until
 from tests.shells.marks import MARKS

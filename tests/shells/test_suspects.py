@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from vllm.v1.engine import FinishReason
 
-from llumlet.protocol.origin.suspects import TRIAL_TOKENS
+from llumlet.protocol.recovery.suspects import TRIAL_TOKENS
 from tests.shells.circumstances import recorded
 from tests.shells.cluster import Cluster, Instance, Stream, cluster_of, retold, until
 from tests.shells.marks import MARKS

@@ -24,7 +24,7 @@ from llumlet.protocol.origin.origin import Deliver, Fail, Origin, OriginEffect, 
 from llumlet.protocol.origin.owners import Owner
 from llumlet.protocol.origin.replay import Replay
 from llumlet.protocol.origin.streams import Part, Stream
-from llumlet.protocol.steps import LastSteps, name_of
+from llumlet.protocol.recovery.steps import LastSteps, name_of
 from tests.protocol.world import Client, Engine, Message, Request, cell, cells_of
 from tests.simulation.adopting import ORIGIN, Adopting, Holder
 

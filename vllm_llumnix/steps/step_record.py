@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llumlet.protocol.steps import NAME_BYTES, NOBODY, LastSteps, name_of
+from llumlet.protocol.recovery.steps import NAME_BYTES, NOBODY, LastSteps, name_of
 from vllm_llumnix.steps.compiles import PLACE, Place, Workers
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.origin import replay_words as words
 from llumlet.protocol.origin.inputs import Inputs, SendPart
-from llumlet.protocol.origin.owners import PROBE_SECONDS, Owner, Owners
+from llumlet.protocol.origin.owners import PROBE_SECONDS, Owner, Owners, ReadSteps, steps_of
 from llumlet.protocol.origin.placement import Placement
 from llumlet.protocol.origin.replay import Around, Replay, State
 from llumlet.protocol.origin.streams import Check, Complain, HomeOutput, Orphan, Part, Stream, Streams, TakenHome
-from llumlet.protocol.origin.suspects import Judgement, ReadSteps, Suspects, steps_of
+from llumlet.protocol.recovery.suspects import Judgement, Suspects
 
 
 class Send(msgspec.Struct, frozen=True):

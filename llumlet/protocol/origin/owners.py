@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Callable
 
-from llumlet.protocol.steps import LastSteps
+from llumlet.protocol.recovery.steps import UNKNOWN, LastSteps
 from llumlet.protocol.wire import Health
 
 MAX_OWNERS = 4096
@@ -20,6 +21,13 @@ LOST_SECONDS = 4.5
 FORGOTTEN_SECONDS = 45.0
 """Silence that says nothing any more: it has taken this process for dead after 30 s and sends it no heartbeats, or
 another life of it may be there."""
+
+
+STUCK_SECONDS = 1.5
+"""A silent engine whose step is older hangs in it; if it is younger, the engine gets on and was cut off."""
+
+ReadSteps = Callable[[str], LastSteps | None]
+"""The record of the life of an engine with this incarnation; None if it cannot be read here."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -155,3 +163,24 @@ class Owners:
     def _forget(self, owner: Owner) -> None:
         if self._by_identity.get(owner.identity) is owner:
             del self._by_identity[owner.identity]
+
+
+def steps_of(owner: Owner, now: float, read: ReadSteps, ends: bool = False) -> LastSteps | None:
+    """The steps in which `owner` died or hangs. None: it is on its way out, or as far as is known it only is cut off,
+    or stands still outside of any step. `ends`: it has just said that it does, if not why.
+
+    On the same machine the engine's record of its steps says it. Of one on another machine nothing can be read: if it
+    died, or says itself that it hangs, it may have been in a step of each of its requests.
+    """
+    if owner.dead:
+        if owner.last_steps is None:
+            # Once: the next engine that starts there removes the record.
+            owner.last_steps = read(owner.incarnation) or UNKNOWN
+        return None if owner.last_steps.leaving else owner.last_steps
+    hangs = owner.health is Health.HUNG
+    steps = read(owner.incarnation)
+    if steps is None:
+        return UNKNOWN if hangs else None
+    stuck = hangs or ends or (bool(steps.under_way) and now - steps.began > STUCK_SECONDS)
+    counts = stuck and not steps.leaving and (steps.under_way or steps.anybody)
+    return dataclasses.replace(steps, compiling=frozenset()) if counts else None

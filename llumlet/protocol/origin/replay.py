@@ -36,7 +36,7 @@ from llumlet.protocol.origin import replay_words as w
 from llumlet.protocol.origin.owners import Owner, Owners
 from llumlet.protocol.origin.placement import Placement
 from llumlet.protocol.origin.streams import Stream, Streams
-from llumlet.protocol.origin.suspects import Suspects
+from llumlet.protocol.recovery.suspects import Suspects
 from llumlet.protocol.wire import Health
 
 CALL_SECONDS = 5.0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's half of a replay."""
+"""Going on after a loss: which requests are suspected and tried, when to retry, and an engine's half of a replay."""

@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from llumsched.gateway import ends, retries, tried
+from llumlet.protocol.recovery import retries
+from llumsched.gateway import ends, tried
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuable import CannotContinue, outline
 from llumsched.gateway.continuation import Transcript, plan

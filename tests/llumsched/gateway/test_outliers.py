@@ -19,11 +19,11 @@ from aiohttp import web
 
 from llumlet.process.addresses import Address
 from llumlet.protocol.infer_type import InferType
+from llumlet.protocol.recovery.retries import RetryBudget, backoff_s
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.outliers import Limits, Outliers, Pace
-from llumsched.gateway.retries import RetryBudget, backoff_s
 from llumsched.gateway.server import Gateway
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import SchedulerConfig, serve

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from llumlet.contract.attempt_header import ATTEMPT_HEADER
 from llumlet.process.addresses import Address
-from llumlet.protocol.origin.suspects import TRIAL_TOKENS
+from llumlet.protocol.recovery.suspects import TRIAL_TOKENS
 from llumsched.gateway import suspects
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.server import Gateway

@@ -27,9 +27,7 @@ import enum
 from collections.abc import Callable, Container, Hashable
 from typing import Generic, TypeVar
 
-from llumlet.protocol.origin.owners import Owner
-from llumlet.protocol.steps import UNKNOWN, LastSteps
-from llumlet.protocol.wire import Health
+from llumlet.protocol.recovery.steps import LastSteps
 
 TRIAL_TOKENS = 4
 """More than are in flight between an engine's model and the client: a request that goes on from what its client has
@@ -37,34 +35,8 @@ comes to the step that killed its engine within so many."""
 LONGER = 16
 """Factor by which it grows each time."""
 MAX_TRIAL_TOKENS = 1024
-STUCK_SECONDS = 1.5
-"""A silent engine whose step is older hangs in it; if it is younger, the engine gets on and was cut off."""
-
 Engine = TypeVar("Engine", bound=Hashable)
 """One life of an engine, as its shell knows it; compared by identity."""
-ReadSteps = Callable[[str], LastSteps | None]
-"""The record of the life of an engine with this incarnation; None if it cannot be read here."""
-
-
-def steps_of(owner: Owner, now: float, read: ReadSteps, ends: bool = False) -> LastSteps | None:
-    """The steps in which `owner` died or hangs. None: it is on its way out, or as far as is known it only is cut off,
-    or stands still outside of any step. `ends`: it has just said that it does, if not why.
-
-    On the same machine the engine's record of its steps says it. Of one on another machine nothing can be read: if it
-    died, or says itself that it hangs, it may have been in a step of each of its requests.
-    """
-    if owner.dead:
-        if owner.last_steps is None:
-            # Once: the next engine that starts there removes the record.
-            owner.last_steps = read(owner.incarnation) or UNKNOWN
-        return None if owner.last_steps.leaving else owner.last_steps
-    hangs = owner.health is Health.HUNG
-    steps = read(owner.incarnation)
-    if steps is None:
-        return UNKNOWN if hangs else None
-    stuck = hangs or ends or (bool(steps.under_way) and now - steps.began > STUCK_SECONDS)
-    counts = stuck and not steps.leaving and (steps.under_way or steps.anybody)
-    return dataclasses.replace(steps, compiling=frozenset()) if counts else None
 
 
 class Judgement(enum.Enum):

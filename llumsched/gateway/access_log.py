@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line a request on stdout, written together ten times a second; dropped and counted while nobody reads them."""
+"""The access log: one line per request on stdout, written ten times a second. Lines that nobody reads are dropped and
+counted."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class AccessLogger:
         self._form = form
         self._dropped = dropped
         self._num_dropped = 0
-        """Lines dropped since one was written."""
+        """Lines dropped since the last one was written."""
         self._lines: list[str] = []
         self._writer = None if form is AccessLog.OFF else LineWriter(descriptor)
 
@@ -64,7 +65,7 @@ def _line(record: Record) -> str:
 
 
 def _word(text: str) -> str:
-    """A text that a client wrote, as one field of one line."""
+    """Quotes a client's text as one field of a line."""
     return "".join(char if char.isprintable() and char != " " else f"\\u{ord(char):04x}" for char in text) or "-"
 
 

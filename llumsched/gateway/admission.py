@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask what: API keys and their limits, before anything else is done with a request.
+"""API keys and their limits, checked before anything else is done with a request.
 
-Without `--api-key-file` everybody may. Open to all are only the paths that say how the gateway is.
+Without `--api-key-file` every client is accepted. Paths that tell the gateway's own state need no key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Admission:
-    """Checks requests before `answer`: each needs a known key, and some of its allowance."""
+    """Checks the key and the allowance of each request before `answer`."""
 
     def __init__(self, keys: ApiKeys, answer: Answer, metrics: Metrics, refusals: Refusals) -> None:
         self._keys = keys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients' keys, and what is used of what each may ask for. `key_file` is where they come from."""
+"""Clients' keys, and how much of each allowance is in use. `key_file` reads them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from llumsched.gateway.objectives import Objectives
 
 _MINUTE_S: Final = 60.0
 UNLIMITED_SHARE: Final = 4
-"""Share of `tokens_in_flight`, one in so many, that the output of a request without a limit counts for at most: such a
-request seldom comes near the model's length, which alone may be more than the whole allowance."""
+"""Share of `tokens_in_flight`, one in so many, that output without a limit counts for at most: such a request rarely
+reaches the model's length, which alone may exceed the whole allowance."""
 _MOST_SECRETS: Final = 32
 
 
 class Limit(StrEnum):
-    """What a request may be refused for."""
+    """The limit that a request exceeded."""
 
     KEY = "key"
     RATE = "rate"
@@ -47,7 +47,7 @@ class PriorityRefused(Forbidden):
 
 
 class Bucket:
-    """Tokens that come at a rate, up to a number."""
+    """A token bucket."""
 
     def __init__(self, per_s: float, capacity: float, clock: Callable[[], float]) -> None:
         self._per_s, self._capacity, self._clock = per_s, capacity, clock
@@ -65,7 +65,7 @@ class Bucket:
 
 
 class Tenant:
-    """Who has a key, and what is used of its allowance."""
+    """The owner of a key, and how much of the allowance is in use."""
 
     def __init__(self, name: str, allowance: Allowance, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -75,7 +75,7 @@ class Tenant:
         self.allow(allowance)
 
     def allow(self, allowance: Allowance) -> None:
-        """Applies an allowance from now on; what is in flight stays counted."""
+        """Replaces the allowance; requests in flight stay counted."""
         self.allowance = allowance
         self._buckets = [
             Bucket(rate / period_s, max(1.0, rate), self._clock)
@@ -85,7 +85,7 @@ class Tenant:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Counts a request while the block runs, until its body says how many it is worth. Raises Exceeded."""
+        """Counts a request while the block runs. Raises Exceeded."""
         self._check_concurrent(1)
         wait_s = max((bucket.wait_s() for bucket in self._buckets), default=0.0)
         if wait_s:
@@ -100,8 +100,8 @@ class Tenant:
 
     @contextmanager
     def sequences(self, number: int) -> Iterator[None]:
-        """Counts what a request is worth beyond one, while the block runs: each sequence as a request. Rates are paid
-        by those that come later. Raises Exceeded."""
+        """Counts the sequences of a request beyond the first while the block runs, each as a request. Raises Exceeded
+        if too many run; rates are charged to later requests."""
         self._check_concurrent(number)
         for bucket in self._buckets:
             bucket.take(number)
@@ -110,7 +110,7 @@ class Tenant:
 
     @contextmanager
     def kept(self, number: int) -> Iterator[None]:
-        """Counts requests that go on while the block runs."""
+        """Counts requests that continue in the background while the block runs."""
         self._num_requests += number
         try:
             yield
@@ -129,7 +129,7 @@ class Tenant:
 
     @property
     def objectives(self) -> Objectives:
-        """Those of its requests that name none."""
+        """The objectives of requests that name none."""
         return Objectives(self.allowance.ttft_slo_ms or 0.0, self.allowance.tpot_slo_ms or 0.0)
 
     def check_priority(self, asked: int) -> None:
@@ -140,8 +140,8 @@ class Tenant:
 
     @contextmanager
     def tokens(self, num_prompt: int, num_output: int) -> Iterator[None]:
-        """Counts the tokens that a request may take while the block runs. A request that may generate more
-        than the limit runs alone. Raises Exceeded."""
+        """Counts the tokens that a request may take while the block runs. A request that may generate more than the
+        limit runs alone. Raises Exceeded."""
         most = self.allowance.tokens_in_flight
         number = num_prompt + num_output
         if most is not None:
@@ -157,7 +157,7 @@ class Tenant:
 
 
 TENANT: Final = web.RequestKey("tenant", Tenant)
-"""Key under which a request has its tenant."""
+"""Key of a request for its tenant."""
 
 
 class ApiKeys:
@@ -166,14 +166,14 @@ class ApiKeys:
     def __init__(self, path: str) -> None:
         self._known: tuple[dict[str, Tenant], HashedKeys[str]] = ({}, HashedKeys({}))
         self.secrets: tuple[bytes, ...] = ()
-        """Secrets made of the file as it is and as it was, the newest first, that no client knows."""
+        """Secrets derived from the present and the previous file, the newest first."""
         self._reloading = threading.Lock()
         # Asked by `reload` alone, which may take long, and never on the event loop.
         self._file = Current(self._load, "API keys", path, clock=lambda: 0.0)
 
     def reload(self) -> None:
-        """Reads the file if it has changed. One that cannot be used changes nothing, but is told in the log. Any thread
-        may call it, and finds the file read when it returns: ten thousand keys take 40 ms."""
+        """Reads the file if it has changed; a faulty file is logged and ignored. Any thread may call this, and the file
+        is read when it returns (10,000 keys take 40 ms)."""
         with self._reloading:
             self._file.look()
 
@@ -191,6 +191,6 @@ class ApiKeys:
             self.secrets = (secret, *self.secrets)[:_MOST_SECRETS]
 
     def whose(self, shown: Iterable[str]) -> Tenant | None:
-        """The tenant of the first of these keys that is one."""
+        """The tenant of the first known key."""
         tenants, keys = self._known
         return next((tenants[name] for name in map(keys.whose, shown) if name is not None), None)

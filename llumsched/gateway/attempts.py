@@ -36,7 +36,7 @@ from llumsched.gateway.upstream import Call, response_headers
 from llumsched.request import Request
 
 MOST_HELD_BYTES: Final = 1 << 20
-"""Most of an answer in one piece that is held until it is whole. A longer one is handed on as it comes."""
+"""Longest answer in one piece, in bytes, that is held until it is whole. A longer one is handed on as it comes."""
 _MOST_TAIL_BYTES: Final = 4096
 _EVENTS: Final = "text/event-stream; charset=utf-8"
 
@@ -46,18 +46,18 @@ class ClientGone(Exception):
 
 
 class _Doubted(Exception):
-    """An instance has refused the request, and another one is to be asked as well."""
+    """Raised when an instance refused the request and another one should be asked too."""
 
 
 def _is_event_stream(answer: Connection) -> bool:
-    """Whether events can be read: engines do not compress, but something between may."""
+    """True if events can be read. Engines do not compress, but a proxy may."""
     return answer.headers.get("Content-Type", "").startswith("text/event-stream") and (
         "Content-Encoding" not in answer.headers
     )
 
 
 class Attempts(ABC):
-    """The attempts at one request; to `run` once."""
+    """The attempts at one request. `run` is called once."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Attempts(ABC):
         *,
         pardoned: frozenset[int] = frozenset(),
     ) -> None:
-        """`pardoned` is `Tried`'s."""
+        """`pardoned`: see `Tried`."""
         self._services = services
         self._style = style
         self._work = work
@@ -86,28 +86,27 @@ class Attempts(ABC):
         self._tried = Tried(services, received.own_id, is_engines_work=is_engines_work, pardoned=pardoned)
         self._case = self._tried.case
         self._pause_s = 0.0
-        """Wait before the next attempt."""
+        """Seconds to wait before the next attempt."""
         self._out: web.StreamResponse | None = None
-        """The stream's response, once the client has got its head."""
+        """The response of the stream, once the client has its head."""
         self._has_begun = False
-        """Whether the client has got an event of a stream: no other instance can begin it anew."""
+        """True once the client has an event of the stream, which then cannot start again on another instance."""
         self._head: CIMultiDict[str] | None = None
-        """The headers of an engine's stream."""
+        """The headers of the engine's stream."""
         self._call: Call | None = None
         """The engine's answer, while it comes."""
         self._told_s = received.started_s
-        """The time at which the client was sent something last; before that, when its request came."""
+        """When the client was last sent something, or when its request came."""
         self._is_over = False
-        """True from when the stream's last bytes are being written, or the answer is another's to write: no more
-        comments."""
+        """True once the stream's last bytes are being written or another answer is: no more comments."""
         self._is_spliced = False
         """True if an answer in one piece is handed on as it comes."""
         self._lost: StreamLost | None = None
-        """The last loss; the last one of which the engine said something, while the client has nothing."""
+        """The last loss, preferably one in which the engine said something, while the client has nothing."""
         self._effects = effects.of(self._request.path, self._body.head)
         """The effect that the request may have had at an engine; "" if it may be sent again."""
         self._is_delivered = False
-        """Whether the client was sent the last event of its stream."""
+        """True once the client was sent the last event of its stream."""
 
     # What differs
 
@@ -117,15 +116,15 @@ class Attempts(ABC):
 
     @abstractmethod
     async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
-        """How a stream ends that was lost when the client had its beginning; None if it can go on elsewhere."""
+        """The end of a stream that was lost after its beginning; None if it can continue elsewhere."""
 
     def _last_words(self, error: GatewayError) -> bytes:
-        """The end of a stream that has begun: the client sees an error, and that it is the end."""
+        """The last bytes of a stream that has begun: an error, and the end mark."""
         return errors.last_event(error, self._style)
 
     @property
     def _most_held(self) -> int:
-        """Most bytes of an answer in one piece that are held until it is whole."""
+        """Longest answer in one piece, in bytes, that is held until it is whole."""
         return MOST_HELD_BYTES
 
     @property
@@ -135,7 +134,7 @@ class Attempts(ABC):
 
     @property
     def _prompt(self) -> Prompt:
-        """What an engine gets as its prompt."""
+        """The prompt for an engine."""
         return self._counted
 
     async def _prepare(self, placed: Placed) -> None:
@@ -143,7 +142,7 @@ class Attempts(ABC):
         return
 
     def _renamed(self, content: bytes, backend: Backend) -> bytes:
-        """An answer in one piece as the client is to get it."""
+        """The answer in one piece, with the ids that the client knows."""
         return content
 
     def _answered(self, body: bytes, backend: Backend) -> None:
@@ -151,18 +150,18 @@ class Attempts(ABC):
         self._record.used(sse.usage_of(body))
 
     def _count_output(self) -> None:
-        """Called when the stream is over, or this part of it."""
+        """Called when the stream, or an engine's part of it, is over."""
         return
 
     def _is_doubtful(self, status: int, backend: Backend) -> bool:
-        """Whether another instance is to be asked after this one has refused."""
+        """True if another instance should be asked after this refusal."""
         return not self._effects and self._tried.is_doubtful(status, backend)
 
     def _retried(self) -> None:
         self._record.num_retries += 1
 
     def _failed_for_good(self) -> None:
-        """Called when a stream that had begun has failed."""
+        """Called when a stream fails after it has begun."""
         return
 
     # What does not
@@ -340,7 +339,7 @@ class Attempts(ABC):
         return await self._end_with(EngineRefused(response.status, response.body))
 
     async def _write(self, chunk: bytes, call: Call, *, is_event: bool = True) -> None:
-        """Hands on what has come of a stream; comments are no beginning of it."""
+        """Hands on a part of a stream. Comments do not count as its beginning."""
         call.is_writing = True
         try:
             if is_event and not self._has_begun:
@@ -356,7 +355,7 @@ class Attempts(ABC):
             call.is_writing = False
 
     async def _open(self) -> web.StreamResponse:
-        """Begins the stream's response, as the engine has begun it, or before one has."""
+        """Begins the stream's response, as the engine has begun it or before it has."""
         if self._head is not None:
             headers = response_headers(self._head, self._record.id)
         else:
@@ -367,8 +366,8 @@ class Attempts(ABC):
         return self._out
 
     async def keep_alive(self, since_s: float, now_s: float) -> None:
-        """Writes a comment to a client whose stream has been silent since then. Chunks are whole events, so that it
-        stands between two. It waits for nothing: where something waits to be taken there is no need of it."""
+        """Writes a comment to a client whose stream was silent since `since_s`. Chunks are whole events, so the comment
+        stands between two. Does nothing while written bytes wait to be sent."""
         call, transport = self._call, self._request.transport
         if self._told_s > since_s or self._is_over or self._is_spliced or transport is None:
             return
@@ -389,7 +388,7 @@ class Attempts(ABC):
         return out
 
     def _client_left(self) -> bool:
-        """Whether the client that left had everything: some do not wait for the end of the connection's answer."""
+        """True if a client that left had everything: some do not wait for the end of the answer."""
         self._count_output()
         self._record.status = self._record.status or (200 if self._is_delivered else CLIENT_GONE)
         return self._is_delivered
@@ -399,7 +398,7 @@ class Attempts(ABC):
         return await self._end(self._last_words(error))
 
     async def _after(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
-        """The answer with which the exchange ends after all; None: try another instance."""
+        """The answer that ends the exchange; None tries another instance."""
         self._count_output()
         if self._is_spliced:
             return self._cut()
@@ -426,7 +425,7 @@ class Attempts(ABC):
         return None
 
     def _cut(self) -> web.StreamResponse:
-        """Has the client see that its answer is not whole."""
+        """Closes the client's connection so that it sees a truncated answer."""
         assert self._out is not None
         self._record.status = errors.UpstreamFailed.status
         if self._request.transport is not None:
@@ -434,7 +433,7 @@ class Attempts(ABC):
         return self._out
 
     async def _end_as_said(self, otherwise: GatewayError) -> web.StreamResponse:
-        """Ends with what an engine said, if one said anything. Raises GatewayError if the client has nothing yet."""
+        """Ends with the engine's own words, if there are any. Raises GatewayError if the client has nothing yet."""
         if self._lost is not None and self._lost.words:
             self._record.status = errors.UpstreamFailed.status
             return await self._end(self._lost.words)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API servers that the gateway knows, what they serve, and how they behaved lately."""
+"""The API servers that the gateway knows: the models they serve, and their recent failures."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from llumsched.model_memory import ModelMemory
 
 _ASK_TIMEOUT_S = 3.0
 _MISSES = 2
-"""Questions in a row that an instance which was well may not answer until it is held for down."""
+"""Unanswered questions in a row after which a healthy instance counts as down."""
 _UNFINISHED = frozenset(("queued", "in_progress"))
 _ASKED_AT_ONCE = 64
-"""Limit of the requests for models at a time: a thousand connections in one burst hold up all streams."""
+"""Largest number of model queries at a time: a thousand connections in one burst would hold up all streams."""
 _FORGOTTEN_S = 300.0
-"""Time after which an instance that only the scheduler named, and that has not answered since, is forgotten."""
+"""Seconds after which an instance that only the scheduler named, and that has not answered since, is forgotten."""
 _DOUBTED_S = 1.0
-"""Least time between two questions to an instance whether a failure was its own fault."""
+"""Shortest time between two probes of an instance that may be at fault."""
 _COUNTERS = re.compile(rb"^vllm:(?:prompt_tokens_total|generation_tokens_total|kv_cache_usage_perc)\b.*", re.MULTILINE)
 _UNCOUNTED_PATIENCE = 3
-"""Times as long as others an engine may be silent whose work nothing counts."""
+"""Factor on the patience with engines whose work cannot be counted."""
 
 
 class Backend:
@@ -48,18 +48,18 @@ class Backend:
         self.models: dict[str, dict[str, Any]] | None = None
         """The model cards by name; None until the instance has answered."""
         self.last_token_s = time.monotonic()
-        """The time at which its engine core was last seen to work, on any connection."""
+        """When its engine core was last seen to work, on any connection."""
         self.is_down = False
-        """Whether it hangs, or did not answer when asked for its models."""
+        """True if it hangs, or did not answer the query of its models."""
         self.is_stalled = False
-        """Whether no token comes though its API server is well; ends with the next token."""
+        """True if no token comes although its API server is healthy; ends with the next token."""
         self.answered_s = self.last_token_s
-        """The time at which it told its models last."""
+        """When it last told its models."""
         self.num_missed = 0
-        """Questions for its models in a row that it did not answer."""
+        """Model queries in a row that it did not answer."""
         self.has_answered = False
         self.doubted_s = -float("inf")
-        """The time at which it was asked last whether a failure was its own fault."""
+        """When it was last probed for being at fault."""
         self._urls: dict[str, URL] = {}
 
     def url(self, path: str) -> URL:
@@ -69,16 +69,16 @@ class Backend:
         return url
 
     def learn(self, model: str) -> None:
-        """Adds a model that the scheduler says it serves."""
+        """Adds a model that the scheduler reports for it."""
         if self.models is not None:
             self.models.setdefault(model, {"id": model, "object": "model"})
 
     def serves(self, model: str) -> bool:
-        """Whether it serves the model, or may: what it serves may not be known yet."""
+        """True if it serves the model, or if its models are not known yet."""
         return not model or self.models is None or model in self.models
 
     def max_model_len(self, model: str) -> int | None:
-        """Limit of prompt and output together, in tokens, as its model card says."""
+        """The limit of prompt and output together in tokens, from its model card."""
         limit = ((self.models or {}).get(model) or {}).get("max_model_len")
         return limit if isinstance(limit, int) else None
 
@@ -99,8 +99,8 @@ class Backends:
         is_tls: bool = False,
         models: Collection[str] = (),
     ) -> None:
-        """`headers`: of all that engines are asked for the gateway itself. `is_tls`: for those of which only the
-        address is known. `models`: names that are known before an instance has served them."""
+        """`headers`: for the gateway's own requests to engines. `is_tls`: for engines of which only the address is
+        known. `models`: names that are known before an instance serves them."""
         self.names = ModelMemory(time.monotonic, models)
         self.outliers: Outliers[Backend] = Outliers(limits, self.__len__, time.monotonic)
         self.pace: Pace[Backend] = Pace(time.monotonic)
@@ -111,7 +111,7 @@ class Backends:
         self._all: dict[Endpoint, Backend] = {}
         self._by_address: dict[Address, Backend] = {}
         self._in_turn: OrderedDict[Backend, None] = OrderedDict()
-        """All instances; whose turn was the longest ago comes first. Gateways do not all begin with the same one."""
+        """All instances, least recently used first. Gateways begin with different ones."""
         for one in configured:
             self._add(one if isinstance(one, Endpoint) else Endpoint(one, is_tls))
         self._configured = frozenset(self._all)
@@ -119,11 +119,11 @@ class Backends:
         self._dying: dict[Backend, asyncio.Task[bool]] = {}
         self._doubted: dict[Backend, asyncio.Task[None]] = {}
         self._accused: Counter[Backend] = Counter()
-        """Requests of which it is not known yet if an instance was to blame for their failure."""
+        """Number of failed requests per instance for which the fault is still open."""
         self.refreshed_s = -float("inf")
 
     def at(self, address: Address) -> Backend:
-        """The instance at this address; the first, if several have paths there."""
+        """The instance at this address; the first one if several share it."""
         return self._by_address.get(address) or self._add(Endpoint(address, self._is_tls))
 
     def _add(self, endpoint: Endpoint) -> Backend:
@@ -141,11 +141,11 @@ class Backends:
         return len(self._all)
 
     def avoids(self, backend: Backend) -> bool:
-        """Whether an instance gets requests only if there is no other."""
+        """True if the instance gets requests only when there is no other."""
         return backend.is_down or backend.is_stalled or self.outliers.is_out(backend)
 
     def avoided(self) -> dict[Backend, Ejection]:
-        """All instances that are avoided, and why."""
+        """The instances that are avoided, and why."""
         found = dict(self.outliers.ejected)
         for backend in self._all.values():
             if backend.is_stalled:
@@ -158,24 +158,24 @@ class Backends:
         return any(backend.serves(model) and not self.avoids(backend) for backend in self._all.values())
 
     def listed(self, model: str) -> bool:
-        """Whether an instance is known to serve the model."""
+        """True if an instance is known to serve the model."""
         return any(model in (backend.models or ()) for backend in self._all.values())
 
     def knows(self, model: str) -> bool:
-        """True if the model is there, was there of late, or is to come: a request for it is no mistake."""
+        """True if the model is served, was served recently, or is expected."""
         return model in self.names or self.listed(model)
 
     @property
     def has_several_models(self) -> bool:
-        """True if instances are known to have different models; each names its own first, and its adapters after it."""
+        """True if instances serve different models. The first model of each counts; the others are its adapters."""
         return len({next(iter(backend.models)) for backend in self._all.values() if backend.models}) > 1
 
     def max_model_len(self, model: str) -> int:
-        """Limit of prompt and output together, in tokens; 0 if no instance says it."""
+        """The limit of prompt and output together in tokens; 0 if no instance tells it."""
         return max((backend.max_model_len(model) or 0 for backend in self._all.values()), default=0)
 
     async def has_unfinished(self, instance: str, response_id: str) -> bool:
-        """True if a response that an instance has is still being made. Raises what asking may."""
+        """True if an instance is still making this response. Raises the errors of the request."""
         for backend in self._all.values():
             if str(backend) == instance:
                 timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
@@ -187,7 +187,7 @@ class Backends:
     def next_for(
         self, model: str, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Backend | None:
-        """The next instance, round robin, that serves the model; excluded ones never, shunned ones if there is no
+        """The next instance in turn that serves the model: never an excluded one, a shunned one only if there is no
         other, and avoided ones last."""
         chosen = reserve = last = None
         for backend in self._in_turn:
@@ -206,13 +206,13 @@ class Backends:
         return chosen
 
     async def refresh(self) -> None:
-        """Asks all instances what they serve, once for all who wait for it."""
+        """Asks all instances for their models, once for all callers."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.create_task(self._refresh())
         await asyncio.shield(self._asked)
 
     async def ask_again(self) -> None:
-        """Asks those that did not answer: an engine is known before its API server listens."""
+        """Asks the instances again that did not answer: an engine is known before its API server listens."""
         await self._ask_all([backend for backend in self if backend.is_down or backend.num_missed])
 
     async def close(self) -> None:
@@ -234,8 +234,7 @@ class Backends:
         await asyncio.gather(*map(ask, backends))
 
     async def cards(self, authorization: str) -> dict[str, dict[str, Any]]:
-        """The model cards of all instances, each model once, as the first that serves it describes it. Instances that
-        want a key are asked with the client's."""
+        """The model cards of all instances, each model once. The client's key is passed to instances that want one."""
 
         async def ask(backend: Backend) -> dict[str, dict[str, Any]]:
             if backend.models is None and authorization and not backend.is_down:
@@ -289,8 +288,8 @@ class Backends:
         del self._accused[backend]
 
     async def try_ejected(self, backend: Backend) -> None:
-        """Has an ejected instance compute one token: only who can gets requests again. One that refuses may want a key,
-        or serve other paths: it is well, unless it is out for refusing."""
+        """Has an ejected instance compute one token; if it can, it gets requests again. A refusal passes, since it may
+        be for want of a key, unless the instance was ejected for refusing."""
         ejection, status = self.outliers.ejected.get(backend), 500
         try:
             status = await self._status_of_one_token(backend, _ASK_TIMEOUT_S)
@@ -304,14 +303,14 @@ class Backends:
         self.outliers.asked(backend, takes=takes)
 
     def accuse(self, backend: Backend) -> None:
-        """Notes that an instance which lives failed with a request. Another one may prove that it was its fault; if it
-        has failed with several, that is not waited for."""
+        """Notes that a living instance failed a request. Its fault is proven if another instance takes the request;
+        after several failures it is probed without waiting for that."""
         self._accused[backend] += 1
         if self._accused[backend] > 1:
             self.doubt(backend)
 
     def settled(self, backend: Backend, *, is_proven: bool) -> None:
-        """Notes that more will not be known of one of these requests."""
+        """Closes the question of whose fault one of these requests was."""
         if self._accused[backend] > 1:
             self._accused[backend] -= 1
         else:
@@ -320,8 +319,7 @@ class Backends:
             self.doubt(backend)
 
     def doubt(self, backend: Backend) -> None:
-        """Has an instance that may be at fault compute a token: one that cannot is out, and no failure that may be the
-        request's own puts an instance out otherwise."""
+        """Has an instance that may be at fault compute a token, and ejects it if it cannot."""
         now_s = time.monotonic()
         if backend in self._doubted or self.avoids(backend) or now_s - backend.doubted_s < _DOUBTED_S:
             return
@@ -343,11 +341,11 @@ class Backends:
             self.outliers.broken(backend, why)
 
     async def stands_still(self, backend: Backend, limit_s: float, *, if_uncounted: bool = True) -> bool:
-        """True if an engine core does nothing at all for `limit_s`; thrice that if it does not count what it does, and
-        then only `if_uncounted`: its silence must say something by itself.
+        """True if an engine core does nothing for `limit_s`. If it does not count its work, this takes three times as
+        long, and only `if_uncounted`.
 
-        A request for one token waits in the queue of an engine that is busy. So it is proof if it is answered, and if
-        it is not, the counters that move with every step of the engine decide.
+        The probe is a request for one token. An answer proves that the engine works; without one the engine's counters
+        decide, since the request may wait in its queue.
         """
         before = await self._counters(backend, limit_s)
         started_s = time.monotonic()
@@ -361,7 +359,7 @@ class Backends:
         return (bool(before) or if_uncounted) and before == await self._counters(backend, limit_s)
 
     async def _counters(self, backend: Backend, limit_s: float) -> list[bytes]:
-        """Counters of the engine core's work; none if vLLM runs with `--disable-log-stats`, or it is not vLLM."""
+        """The counters of the engine core's work; empty with `--disable-log-stats`, or if the engine is not vLLM."""
         try:
             timeout = aiohttp.ClientTimeout(total=min(limit_s, _ASK_TIMEOUT_S))
             async with self._session.get(backend.url("/metrics"), timeout=timeout) as answer:
@@ -370,7 +368,7 @@ class Backends:
             return []
 
     async def _generates(self, backend: Backend, limit_s: float) -> bool | None:
-        """Whether it answers a request for one token within `limit_s`; None if it does not take the request."""
+        """True if a request for one token is answered within `limit_s`; None if it is refused."""
         try:
             return await self._status_of_one_token(backend, limit_s) == 200 or None
         except TimeoutError:
@@ -390,7 +388,7 @@ class Backends:
             return answer.status
 
     async def has_died(self, backend: Backend) -> bool:
-        """Whether an instance that just failed a request is there no more. Asked once for all of these requests."""
+        """True if an instance that just failed a request has gone. Asked once for all its requests."""
         asking = self._dying.get(backend)
         if asking is None:
             asking = self._dying[backend] = asyncio.create_task(self.is_healthy(backend, _ASK_TIMEOUT_S))
@@ -398,8 +396,7 @@ class Backends:
         return not await asyncio.shield(asking)
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
-        """Whether an API server says that it is well, as far as it can be asked. One where nobody listens gets no
-        requests any more."""
+        """True if the API server says that it is healthy. If nobody listens there, the instance is marked as down."""
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._session.get(backend.url("/health"), timeout=timeout) as answer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that are made in the background: their requests are over at once, and yet they count for their key."""
+"""Responses made in the background, which count for their key although their requests have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llumsched.gateway.backends import Backends
 
 _LOOK_S: Final = 2.0
 _MOST_FAILURES: Final = 5
-"""Times in a row that an instance may not answer before its response is taken to be lost."""
+"""Unanswered queries in a row after which an instance's response counts as lost."""
 
 
 class Background:
@@ -23,7 +23,7 @@ class Background:
         self._watching: set[asyncio.Task[None]] = set()
 
     def keep(self, held: ExitStack, instance: str, response_id: str) -> None:
-        """Closes `held` when the instance has finished the response. `response_id`: as the instance knows it."""
+        """Closes `held` when the instance has finished the response. `response_id` is the instance's own."""
         task = asyncio.create_task(self._watch(held, instance, response_id))
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)

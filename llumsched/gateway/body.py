@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's body: read once, forwarded as the bytes that came. Pure."""
+"""A request's body: read once, forwarded byte for byte. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from llumsched.gateway.objectives import NONE, Objectives
 from llumsched.request import Priority, Request
 
 _MOST_MODEL_CHARACTERS = 256
-"""Limit of a model's name: names end up in answers, logs and metrics."""
+"""Longest name of a model, in characters: names end up in answers, logs and metrics."""
 
 
 class Head(msgspec.Struct):
-    """What is read of a body to send it on its way; everything else is only checked to be JSON.
+    """The fields of a body that decide its way; everything else is only checked to be JSON.
 
-    Types are the engine's to check, but for what schedulers are told: what it takes leniently, or refuses, is not
-    decided here.
+    Engines check the types of all other fields, so that the gateway accepts and refuses what they do.
     """
 
     model: Any = None
@@ -41,19 +40,19 @@ class Head(msgspec.Struct):
     conversation: Any = None
     priority: Priority | None = None
     transfers: Any = None
-    """The field by which an engine would move caches for the client; empty: none. This and what follows is written when
-    a body has been read, whatever stood there."""
+    """Name of the field by which an engine would move caches for the client; "" if there is none. This field and those
+    below are computed when a body has been read."""
     runs_tools: Any = False
-    """True if tools are called where the model runs: all but those of types that clients run."""
+    """True if tools are called by the server: all but the types that clients run."""
     num_prompts: Any = 1
     num_sequences: Any = 1
-    """Sequences that an engine computes: prompts, each as often as the client wants an answer."""
+    """Number of sequences to compute: prompts times answers per prompt."""
     most_output: Any = None
-    """The limit of the output tokens of each; None: none."""
+    """Limit of the output tokens of each sequence; None if there is none."""
 
 
 class _Read(Head):
-    """Fields that are read as well, to fill in the rest."""
+    """Further fields that are read to fill in `Head`."""
 
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
@@ -68,26 +67,26 @@ class _Read(Head):
 
 
 Content = tuple[bytes | bytearray | memoryview, ...]
-"""A request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
+"""A request to an engine, in parts, so that long bodies are not copied."""
 
 PRIORITY_HEADERS: Final = ("X-Priority", "X-Vllm-Priority")
-"""Headers that replace the body's `priority`; the first of them that is present counts."""
+"""Headers that replace the body's `priority`, in order of precedence."""
 
 _TRANSFERS: Final = ("kv_transfer_params", "ec_transfer_params")
-"""Fields that have an engine fetch, or keep, a KV or encoder cache: they name hosts, ports and blocks, perhaps another
-client's. Engines read them of the arguments for extensions, too."""
+"""Fields that make an engine fetch or keep a KV or encoder cache. They name hosts, ports and blocks, perhaps of another
+client. Engines also read them from the arguments for extensions."""
 
 _CLIENTS_TOOLS: Final = re.compile(
     r"function|custom|local_shell|shell|apply_patch|computer|computer_use_preview"
     r"|(?:bash|computer|memory|text_editor)_[0-9]+"
 )
-"""Types of tools that the client itself runs; the last ones are Anthropic's, with a date."""
+"""Types of tools that the client runs itself; the last ones are Anthropic's, followed by a date."""
 _SEVERAL: Final = re.compile(rb"\s*\[\s*[\[\"]")
-"""The beginning of an array of prompts, or of conversations."""
+"""The beginning of an array of prompts or conversations."""
 _MOST_SEQUENCES: Final = 1 << 20
 
 _HEAD = msgspec.json.Decoder(_Read, strict=False)
-"""Not strict, as engines are not: "-1" is a number."""
+"""A decoder that is as lenient as engines: "-1" is a number."""
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 _ANYTHING = msgspec.json.Decoder(Any)
 _ARRAY = msgspec.json.Decoder(list[Any])
@@ -97,7 +96,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST_NUMBER)]
 _HALF_PAIR = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..)", re.DOTALL
 )
-"""An escape that msgspec refuses in words that tell nobody what is wrong."""
+"""An escape that msgspec refuses with an unhelpful message."""
 
 _T = TypeVar("_T")
 
@@ -136,7 +135,7 @@ def _is_clients(tool_type: Any) -> bool:
 
 
 def _number(value: Any) -> int | None:
-    """A number as engines read it; None for what is none, which they refuse."""
+    """A number as engines read it; None if they would refuse it."""
     if value is None or type(value) is int:  # the usual ones, in a fiftieth of the time
         return value if value and 0 < value <= _MOST_NUMBER else None
     with suppress(msgspec.ValidationError):
@@ -154,7 +153,7 @@ def _transfers(head: _Read, extra: Any) -> str:
 
 
 class Prompt(NamedTuple):
-    """What is known of a body's prompt."""
+    """The prompt of a body, as far as it is known."""
 
     num_tokens: int = 0
     blocks: bytes = b""
@@ -169,7 +168,7 @@ class Body:
 
     @classmethod
     def read(cls, content: bytes | bytearray) -> Body:
-        """A body whose head is read. Raises InvalidRequest for what no engine could take."""
+        """Reads the head of a body. Raises InvalidRequest if no engine could take it."""
         try:
             if not content.isascii():
                 content.decode()  # what is skipped is not looked at
@@ -179,7 +178,7 @@ class Body:
 
     @classmethod
     def read_form(cls, content: bytes | bytearray, content_type: str) -> Body:
-        """A body of a multipart form. Raises InvalidRequest."""
+        """Reads the head of a multipart form. Raises InvalidRequest."""
         fields = fields_of(content, content_type, ("model", "vllm_xargs"))
         head = _Read(model=fields.get("model") or None)
         if "vllm_xargs" in fields:
@@ -187,8 +186,8 @@ class Body:
         return cls(content, _checked(head))
 
     def prioritized(self, said: tuple[str, str] | None, *, in_body: bool) -> Body:
-        """The request with the priority that a header (its name and value) says, if there is one, before that of its
-        body; `in_body`: the engine is told, too. Raises InvalidRequest."""
+        """The request with the priority of a header (name and value) in place of the body's, if there is one.
+        `in_body`: the engine is told too. Raises InvalidRequest."""
         if said is None:
             return self
         name, value = said
@@ -200,7 +199,7 @@ class Body:
         return Body(body.content, msgspec.structs.replace(self.head, priority=priority))
 
     def with_fields(self, **fields: str | int) -> Body:
-        """The body with these as its last fields, which count if the client has set them, too."""
+        """The body with these fields appended, which override those that the client set."""
         content = self.content
         end = content.rindex(b"}")
         comma = b"" if content[:end].rstrip().endswith(b"{") else b","
@@ -211,8 +210,7 @@ class Body:
         return self.head.model or ""
 
     def request(self, request_id: str, prompt: Prompt, objectives: Objectives = NONE, waited_s: float = 0.0) -> Request:
-        """What schedulers are told of it. `request_id`: the name under which engines get it. `waited_s`: since it
-        came."""
+        """The request as told to schedulers. `request_id` is the engine's name for it."""
         return Request(
             request_id,
             self.model,
@@ -230,11 +228,11 @@ class Body:
         return self.head.stream is True
 
     def document(self) -> dict[str, Any]:
-        """All fields. Costs as much as the body is long. Raises InvalidRequest: what `read` skips may be a number that
-        is out of range."""
+        """All fields of the body. Takes time in proportion to its length. Raises InvalidRequest if a number is out of
+        range."""
         return _decoded(_DOCUMENT, self.content)
 
     def with_token_ids(self) -> Content:
-        """The body's bytes, with the wish for token ids as the last field: it counts if the client set it, too."""
+        """The body with the wish for token ids appended, which overrides the client's."""
         end = self.content.rindex(b"}")
         return memoryview(self.content)[:end], b',"return_token_ids":true}'

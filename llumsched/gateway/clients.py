@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients' connections, and which of them are given up: those on which a head does not end, or nothing is taken of what
-waits to be written. No connection has a timer of its own for that; `Clients.look` is called once in a while.
+"""Clients' connections. A connection is closed if a head does not end, or if its client does not read; `Clients.look`
+checks all of them periodically instead of a timer per connection.
 
-Idle ones are ended by aiohttp, after `keep_alive_timeout_s`. What its parser refuses, and TLS handshakes that fail, go
-to `Refusals`: aiohttp would quote the line that it cannot read, in its answer and in a traceback. Bodies are not
-decoded: a few bytes would become many, on the event loop, before anybody asks for a key.
+aiohttp closes idle connections after `keep_alive_timeout_s`. Requests that its parser refuses and failed TLS handshakes
+go to `Refusals`, since aiohttp would quote the unreadable line. Bodies are not decompressed: that would cost the event
+loop time and memory before the key is checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 class _Request(web.BaseRequest):
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
-        """Takes out the header that names the software, ours or an engine's."""
+        """Removes the header that names the server's software."""
         response.headers.pop("Server", None)
 
 
@@ -59,7 +59,7 @@ class ClientConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.is_answering = False
         self.head_since_s: float | None = time.monotonic()
-        """The time when what may become a request began; None while there is none."""
+        """When the head of the present request began to arrive; None if there is none."""
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -75,7 +75,7 @@ class ClientConnection(web.RequestHandler):
                 self.transport.close()
 
     def answering(self, body: StreamReader) -> None:
-        """Notes that a head is whole."""
+        """Notes that a head is complete."""
         self._body = body
         self.head_since_s, self.is_answering, self._num_head_bytes = None, True, 0
 
@@ -99,7 +99,7 @@ class ClientConnection(web.RequestHandler):
 
 
 class ClientServer(web.Server):
-    """A server whose `answer` gets each request when its head is whole."""
+    """A server that calls `answer` for each request whose head is complete."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class ClientServer(web.Server):
         self._tls = tls
         self._handshakes: set[asyncio.Task[None]] = set()
         self.is_leaving = False
-        """Whether connections end with their answers."""
+        """True if connections end with their answers."""
 
     def __call__(self) -> ClientConnection:
         return ClientConnection(self, self._config, self._refusals)
 
     def accepted(self) -> asyncio.Protocol:
-        """The protocol of a connection that was just accepted."""
+        """Makes the protocol of a new connection."""
         return self() if self._tls is None else _BeforeTls(self._begin_tls)
 
     def _begin_tls(self, accepted: socket.socket, peer: str) -> None:
@@ -131,7 +131,7 @@ class ClientServer(web.Server):
         task.add_done_callback(lambda _: accepted.close() if task.cancelled() else None)
 
     async def _shake_hands(self, accepted: socket.socket, peer: str) -> None:
-        """Has a `ClientConnection` speak TLS. Not `create_server`'s own way: there nobody hears of what fails."""
+        """Has a `ClientConnection` speak TLS. `create_server` would not report failed handshakes."""
         try:
             await self._loop.connect_accepted_socket(
                 self, accepted, ssl=self._tls, ssl_handshake_timeout=self._config.header_timeout_s
@@ -164,9 +164,10 @@ class ClientServer(web.Server):
 
 
 class _BeforeTls(asyncio.Protocol):
-    """Takes the socket of an accepted connection from its transport, before that reads: all that comes is for TLS.
+    """Takes the socket of a new connection from its transport before the transport reads.
 
-    `start_tls` leaves moments, before the handshake and after it, in which what comes gets to nobody."""
+    `start_tls` would lose bytes that arrive before and right after the handshake.
+    """
 
     def __init__(self, begin: Callable[[socket.socket, str], None]) -> None:
         self._begin = begin
@@ -181,20 +182,20 @@ class _BeforeTls(asyncio.Protocol):
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> str:
-    """A client's address, for people."""
+    """A client's address, for logs."""
     found = None if transport is None else transport.get_extra_info("peername")
     return str(found[0]) if found else "somebody"
 
 
 class _Untaken(NamedTuple):
-    """Bytes that are written to a client and have not left."""
+    """Bytes written to a client that have not left this process."""
 
     num_bytes: int
     since_s: float
 
 
 class Clients:
-    """All connections of a server."""
+    """The connections of a server."""
 
     def __init__(self, config: Config, server: ClientServer) -> None:
         self._config = config
@@ -207,7 +208,7 @@ class Clients:
         return min(self._config.client_timeout_s, self._config.header_timeout_s)
 
     def forgive(self, late_s: float, now_s: float) -> None:
-        """Pardons `late_s` seconds in which nobody could be heard."""
+        """Extends all limits by `late_s` seconds in which this process could not read."""
         for transport, untaken in self._untaken.items():
             self._untaken[transport] = untaken._replace(since_s=min(now_s, untaken.since_s + late_s))
         for connection in self._server.clients:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can be set of a gateway."""
+"""The settings of a gateway."""
 
 from __future__ import annotations
 
@@ -286,8 +286,8 @@ class Config:
         "answers (twice as long before the first token)",
         flag="--engine-stall-time",
     )
-    """An instance with no stream begun is asked for a token then, and is hung if it computes nothing for as long
-    again."""
+    """Before its first token, an instance is probed with a request for one token, and is hung if it computes nothing
+    for as long again."""
 
     tokenizers: Mapping[str, str] = _tokens.setting(
         {},
@@ -313,24 +313,24 @@ class Config:
 
     @property
     def lateness(self) -> str:
-        """The flag by which what would be late is treated otherwise than by default; "": none."""
+        """The flag that changes the treatment of late requests; "" if none does."""
         if self.shed_priority is not None:
             return SHED_PRIORITY
         return LATE_WAIT if self.late_wait_s != LATE_WAIT_S else ""
 
     def objectives(self, model: str) -> Objectives:
-        """Those of requests that name none."""
+        """The objectives of requests that name none."""
         return Objectives(*(of.get(model, of.get("", 0.0)) for of in (self.ttft_slo_ms, self.tpot_slo_ms)))
 
     @property
     def asks_https(self) -> bool:
-        """Whether an engine may be reached by https."""
+        """True if an engine may be reached over https."""
         endpoints = self.backend_endpoints
         return self.backend_https or any(isinstance(one, Endpoint) and one.is_tls for one in endpoints)
 
     @property
     def is_guarded(self) -> bool:
-        """Whether clients need a key, and what they say is encrypted."""
+        """True if clients need a key and their connections are encrypted."""
         return bool(self.api_key_file and self.ssl_certfile and self.ssl_keyfile)
 
     @property
@@ -339,7 +339,7 @@ class Config:
 
 
 def prepare(reading: Reading) -> Config:
-    """The settings of a gateway; what contradicts itself is added to the faults."""
+    """The settings of a gateway. Contradictions are added to the faults."""
     config = reading.make(Config)
     reading.check(_lateness, config, reading.given)
     for check in (_endpoints, _workers, _authorities, _certificate, _host, _metrics_host, _template, _token):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One HTTP/1.1 connection to an engine, for the path that every token takes.
 
-aiohttp's client does more than is needed here, and that took the larger half of the gateway's time per request; it is
-used for everything that is not a client's request. This one writes a request at once, hands on a body as it is read,
-and keeps the connection if the answer ended well.
+aiohttp's client took more than half of the gateway's time per request; it serves everything but clients' requests. This
+class writes a request at once, hands on a body as it is read, and keeps the connection if the answer ended well.
 
-    IDLE -send-> HEAD -(1xx)-> HEAD -> BODY -> DONE -> IDLE        any state -connection lost-> CLOSED
+IDLE -send-> HEAD -(1xx)-> HEAD -> BODY -> DONE -> IDLE        any state -connection lost-> CLOSED
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from llumsched.gateway.errors import StreamLost
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_LINE_BYTES = 4096
 _PAUSE_ABOVE_BYTES = 1 << 20
-"""Bytes read and not taken at which reading pauses: a client that reads slowly slows its engine's socket, not us."""
+"""Unread bytes at which reading pauses, so that a slow client slows its engine's socket."""
 
 
 def _text(head: bytes) -> str:
-    """A head is UTF-8, or else ISO 8859-1, in which every byte is a character."""
+    """Decodes a head as UTF-8, or else as ISO 8859-1, in which every byte is a character."""
     try:
         return head.decode()
     except UnicodeDecodeError:
@@ -50,7 +49,7 @@ class Connection(asyncio.Protocol):
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.has_answered = False
-        """Whether a byte of the answer to the current request has come."""
+        """True once a byte of the present answer has come."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._raw = b""
@@ -60,13 +59,13 @@ class Connection(asyncio.Protocol):
         self._is_kept = False
         self._is_chunked = False
         self._left: int | None = None
-        """Bytes of the body, or of the current chunk, that have not come; None: until the connection ends."""
+        """Bytes of the body or the present chunk still to come; None: until the connection ends."""
         self._num_separators = 0
-        """Bytes that have not come of the line end after a chunk."""
+        """Bytes still to come of the line end after a chunk."""
         self._in_trailers = False
 
     def send(self, request: Content) -> None:
-        """Writes head and body. The connection is IDLE."""
+        """Writes head and body. The connection must be IDLE."""
         assert self.state is ConnectionState.IDLE
         self.state = ConnectionState.HEAD
         self.has_answered = False
@@ -80,7 +79,7 @@ class Connection(asyncio.Protocol):
             raise StreamLost("the connection was lost")
 
     async def read(self) -> bytes:
-        """What has come of the body; b"" at its end. Raises StreamLost if it ends early."""
+        """The next part of the body; b"" at its end. Raises StreamLost if it ends early."""
         while not self._parts:
             if self.state is ConnectionState.DONE:
                 return b""
@@ -96,7 +95,7 @@ class Connection(asyncio.Protocol):
         return data
 
     async def read_all(self, most: float = math.inf) -> bytes:
-        """All of the body; what has come of it, as soon as that is more than `most` bytes. Raises StreamLost."""
+        """The whole body, or its first part once that exceeds `most` bytes. Raises StreamLost."""
         parts, num_bytes = [], 0
         while num_bytes <= most and (data := await self.read()):
             parts.append(data)
@@ -110,11 +109,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_delimited(self) -> bool:
-        """Whether the answer's end is told apart from a connection that is lost."""
+        """True if the end of the answer can be told from a lost connection."""
         return self._is_chunked or self._left is not None
 
     def settle(self) -> bool:
-        """Whether the connection can take another request after this one. Otherwise it is closed."""
+        """True if the connection can take another request; otherwise it is closed."""
         if self.state is ConnectionState.DONE and self._is_kept and not self._parts:
             self.state = ConnectionState.IDLE
             self.idle_since_s = time.monotonic()
@@ -165,7 +164,7 @@ class Connection(asyncio.Protocol):
             self._wake()
 
     def _take_head(self, data: bytes) -> bytes:
-        """Bytes after the head, once it is whole."""
+        """Returns the bytes after the head once it is complete."""
         data = self._raw + data
         end = data.find(b"\r\n\r\n")
         if end < 0:

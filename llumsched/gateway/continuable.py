@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the stream of a request can go on at another engine, and what that one is told beside the tokens. Pure.
+"""The conditions under which another engine can continue a stream, and the fields it gets beside the tokens. Pure.
 
-All of it is known from the request's document, which costs as much to read as the body is long.
+They follow from the request's document, whose reading takes time in proportion to the body's length.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _DROPPED: Final = frozenset(
      "reasoning_effort", "include_reasoning", "return_prompt_text", "logprobs", "top_logprobs", "n", "echo",
      "response_format")
 )  # fmt: skip
-"""Fields without meaning once the prompt is token ids."""
+"""Fields that have no meaning once the prompt is token ids."""
 _MOST_BYTES: Final = 1 << 18
-"""Limit of all other fields together, as JSON: a millisecond."""
+"""Largest size of all other fields together, as JSON: a millisecond."""
 
 
 class CannotContinue(Exception):
-    """The stream has to end; the text is the reason, for the client and the log."""
+    """Raised if the stream cannot continue; the text is the reason, for the client and the log."""
 
 
 class Outline(msgspec.Struct, array_like=True):
@@ -34,9 +34,9 @@ class Outline(msgspec.Struct, array_like=True):
     has_several_choices: bool
     tells_usage: bool
     limits: bytes
-    """What the document has of `max_tokens`, `max_completion_tokens` and `min_tokens`: a JSON object."""
+    """The limits `max_tokens`, `max_completion_tokens` and `min_tokens` of the document, as a JSON object."""
     fields: bytes
-    """What another engine is told as well: a JSON object."""
+    """Further fields for the other engine, as a JSON object."""
 
 
 def outline(document: Mapping[str, Any]) -> Outline:
@@ -99,7 +99,7 @@ _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def refusal(document: Mapping[str, Any]) -> str:
-    """Why a request with these fields is not continued; "" if it is."""
+    """The reason why a request with these fields is not continued; "" if it is."""
     for name, (is_refused, reason) in _REFUSED.items():
         if name in document and is_refused(document[name]):
             return reason

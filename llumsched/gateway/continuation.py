@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a stream goes on at another engine from the tokens that its client has. Pure.
+"""How another engine continues a stream from the tokens that its client has. Pure.
 
-The other engine gets a completion request whose prompt is the first one's prompt and the delivered tokens, by id, and
-whose limits are what is left of the client's; its events are rewritten to be the next ones of the client's stream.
-Where that would not be what the first engine would have sent (or, for sampled text, distributed as it), `plan` refuses.
+The other engine gets a completion request. Its prompt is the first prompt and the delivered tokens, by id; its limits
+are the rest of the client's. Its events are rewritten to follow the client's. `plan` refuses if the result could differ
+from what the first engine would have sent (or, for sampled text, from its distribution).
 
 Ledger of tokens, half-open:
 
-    first engine     [0 ........ P) prompt   [P ...... P+D) delivered | lost
+first engine     [0 ........ P) prompt   [P ...... P+D) delivered | lost
     second engine    [0 ................... P+D) prompt               [P+D ...) its output
     usage told       prompt P, completion D + its output
 
-A character may take several tokens. Delivered tokens that end within one have no text yet and do not count among D: the
-second engine generates them again. From a prompt that ends so it would tell all of the prompt's text as new, since its
-detokenizer (`DecodeStream` of tokenizers) starts without a prefix where the prompt's text ends in U+FFFD.
+A character may take several tokens. Delivered tokens that end within a character have no text yet and do not count
+among D: the second engine generates them again. Otherwise its detokenizer (`DecodeStream` of tokenizers) would repeat
+the prompt's text, as it starts without a prefix where that text ends in U+FFFD.
 """
 
 from __future__ import annotations
@@ -32,52 +32,52 @@ from llumsched.gateway.sse import DONE, EventStream, Usage, event, last_numbers,
 COMPLETIONS = "/v1/completions"
 DETOKENIZE = "/detokenize"
 _NUM_LAST = 1024
-"""Tokens by whose text it is known whether the last of them ends a character. Many: a run of single bytes that begins
-within a character has no text at all in tokenizers that fall back to bytes."""
+"""Number of last tokens whose text shows whether they end a character. It is large because in tokenizers that fall back
+to bytes, a run of bytes that starts within a character has no text."""
 _MOST_AGAIN = 16
-"""Limit of tokens taken back: more are not a character, but text that is replacement characters."""
+"""Largest number of tokens taken back: more of them are replacement characters, not a character."""
 _INCOMPLETE = "\ufffd"
 _DEFAULT_MAX_TOKENS = 16
-"""The API's default for /v1/completions; a chat may go on to the end of the context."""
+"""The API's default for /v1/completions; a chat may use the rest of the context."""
 
 
 @dataclass(slots=True)
 class Transcript:
-    """What the client has of a stream."""
+    """The part of a stream that the client has."""
 
     is_chat: bool
     keeps_ids: bool
-    """The client asked for token ids."""
+    """True if the client asked for token ids."""
     head: dict[str, Any] = field(default_factory=dict)
     """The first event."""
     prompt_ids: bytes | None = None
-    """Token ids of the prompt, with commas between them."""
+    """Token ids of the prompt, separated by commas."""
     token_ids: list[int] = field(default_factory=list)
     """Tokens whose text has come."""
     again: list[int] = field(default_factory=list)
-    """Tokens that came after those, without a text; to be generated again."""
+    """Later tokens without a text, to be generated again."""
     num_texts: int = 0
     has_text: bool = False
     is_finished: bool = False
     is_done: bool = False
     has_usage: bool = False
     usage: Usage = Usage()
-    """Prompt and completion tokens, as the stream's end told them, if it did."""
+    """Prompt and completion tokens, if the stream's end told them."""
     is_parsed: bool = False
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt; 0 if they are not known."""
+        """Tokens of the prompt; 0 if unknown."""
         return num_numbers(self.prompt_ids or b"")
 
     @property
     def prompt_and_tokens_json(self) -> Content:
-        """Token ids of the prompt and of what was delivered, a list. A prompt is long, and not worth being read."""
+        """Token ids of the prompt and the delivered tokens, as a JSON list."""
         between = b"," if self.num_prompt and self.token_ids else b""
         return b"[", self.prompt_ids or b"", between, msgspec.json.encode(self.token_ids)[1:]
 
     def take(self, events: EventStream) -> None:
-        """Adds one engine's part."""
+        """Adds an engine's part."""
         if not self.head and events.first:
             head = payload(events.first)
             self.head = head if isinstance(head, dict) else {}
@@ -103,19 +103,20 @@ class Transcript:
 
     @property
     def is_withheld(self) -> bool:
-        """Whether a parser made no text of tokens of whole characters: they may begin reasoning or a tool call. Only a
-        parser that sees all of them knows."""
+        """True if a parser withheld the text of whole characters: they may begin reasoning or a tool call, which only
+        that parser knows."""
         return self.is_chat and not self.has_text and bool(self.token_ids)
 
     def forget_tokens(self) -> None:
-        """The client has nothing of them, and gets the whole answer anew. Raises CannotContinue if it has their ids."""
+        """Forgets all tokens, so that the client gets the whole answer anew. Raises CannotContinue if it has token
+        ids."""
         if self.keeps_ids:
             raise CannotContinue("the engine had begun reasoning or a tool call, or given tokens without a text")
         self.token_ids.clear()
         self.again.clear()
 
     def last_tokens(self, model: str) -> bytes:
-        """The request for `DETOKENIZE` whose answer tells whether they end a character."""
+        """The `DETOKENIZE` request whose answer shows whether the last tokens end a character."""
         tokens = self.token_ids[-_NUM_LAST:]
         if more := _NUM_LAST - len(tokens):
             tokens = last_numbers(self.prompt_ids or b"", more) + tokens
@@ -127,7 +128,7 @@ class _Detokenized(msgspec.Struct):
 
 
 def ends_within_character(answer: bytes) -> bool:
-    """Whether an answer of `DETOKENIZE` has half a character at its end. Raises msgspec.DecodeError."""
+    """True if an answer of `DETOKENIZE` ends within a character. Raises msgspec.DecodeError."""
     return msgspec.json.decode(answer, type=_Detokenized).prompt.endswith(_INCOMPLETE)
 
 
@@ -136,11 +137,11 @@ class Continuation:
     path: str
     content: Content
     change: Callable[[dict[str, Any]], dict[str, Any] | None]
-    """The rewriting of the other engine's events to the client's."""
+    """Rewrites the other engine's events to the client's."""
 
 
 def plan(body: Body, outline: Outline, path: str, transcript: Transcript, max_model_len: int | None) -> Continuation:
-    """What to ask another engine for. The stream has begun and not finished. Raises CannotContinue."""
+    """The request for another engine. The stream has begun and not finished. Raises CannotContinue."""
     if outline.refusal:
         raise CannotContinue(outline.refusal)
     if transcript.is_parsed:
@@ -178,7 +179,7 @@ def _remaining(limits: dict[str, Any], transcript: Transcript, max_model_len: in
 
 
 def _number(value: Any) -> int:
-    """A number as engines take it, which read "20" as 20. Raises CannotContinue."""
+    """A number as engines read it: "20" is 20. Raises CannotContinue."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):
@@ -186,7 +187,7 @@ def _number(value: Any) -> int:
 
 
 def _again(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-    """The whole answer once more, of which the client has the beginning without a token."""
+    """Rewrites a whole new answer for a client that has the beginning without a token."""
 
     def change(document: dict[str, Any]) -> dict[str, Any] | None:
         if any("role" in (choice.get("delta") or {}) for choice in document.get("choices") or ()):
@@ -217,14 +218,15 @@ def _onward(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any]
 
 
 class _Repetition:
-    """The beginning of another engine's answer, as far as the client has it already: tokens without a text."""
+    """The beginning of another engine's answer that the client already has: tokens without a text."""
 
     def __init__(self, transcript: Transcript) -> None:
         self._is_on = bool(transcript.again)
         self._ids = list(transcript.again) if transcript.keeps_ids else []
 
     def is_all_of(self, choice: dict[str, Any]) -> bool:
-        """Whether it is all of a choice; else it is cut off. Raises CannotContinue if the client has another one."""
+        """True if a choice is only repetition; otherwise its repeated beginning is cut off. Raises CannotContinue if it
+        differs."""
         if not self._is_on:
             return False
         if self._ids:
@@ -260,7 +262,7 @@ def _as_chat(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(num_prompt: int, num_completion: int) -> dict[str, int]:
-    """The usage, without details: they would be those of the second engine."""
+    """The usage, without details: those would be the second engine's."""
     return {
         "prompt_tokens": num_prompt,
         "total_tokens": num_prompt + num_completion,
@@ -269,7 +271,7 @@ def _usage(num_prompt: int, num_completion: int) -> dict[str, int]:
 
 
 def ending(outline: Outline, transcript: Transcript) -> bytes:
-    """What is missing of a stream a finish reason of which has come. Raises CannotContinue if it cannot be known."""
+    """The rest of a stream whose finish reason has come. Raises CannotContinue if it cannot be known."""
     if transcript.is_done:
         return b""
     if transcript.has_usage:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions and chats: a stream that loses its engine goes on at another one, from the tokens that its client has.
+"""Completions and chats: a stream that loses its engine continues on another one, from the tokens that its client has.
 
-What the client gets of a stream are whole events, so that an engine may vanish at any byte of its answer.
+Clients get whole events, so that an engine may vanish at any byte of its answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
 
 NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
-"""Header with whose value `off` a stream that loses its engine ends with an error."""
+"""Header whose value `off` ends a stream with an error when its engine is lost."""
 
 
 class Continuing(Attempts):
@@ -45,12 +45,12 @@ class Continuing(Attempts):
             self._content = self._body.with_token_ids()
         self._outline: Outline | None = None
         self._max_model_len: int | None = None
-        """Length limit of the engine that was lost, in tokens."""
+        """Length limit of the lost engine, in tokens."""
         self._change: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 
     @property
     def _is_continuable(self) -> bool:
-        """Whether it may go on, as far as the head of its body tells: `continuable.outline` has the last word."""
+        """True if the head of the body permits a continuation; `continuable.outline` decides."""
         head = self._body.head
         return (
             self._config.continuation
@@ -64,7 +64,7 @@ class Continuing(Attempts):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer; parts of the answer stand for tokens that are not told."""
+        """Tokens of prompt and answer. Parts of the answer count as tokens if no ids are known."""
         events = self._events
         num_output = len(self._transcript.token_ids)
         if events is not None:
@@ -78,7 +78,7 @@ class Continuing(Attempts):
         return self._counted._replace(num_tokens=self._transcript.num_prompt + len(self._transcript.token_ids))
 
     async def _prepare(self, placed: Placed) -> None:
-        """Takes tokens that end within a character from the transcript. The engine that is to go on knows which do."""
+        """Takes back tokens that end within a character. The engine that continues knows which do."""
         transcript = self._transcript
         if self._out is None or not transcript.token_ids:
             return
@@ -143,7 +143,7 @@ class Continuing(Attempts):
         return await self._end()
 
     async def _ended(self, events: sse.EventStream, chunk: bytes, call: Call) -> web.StreamResponse:
-        """Takes an engine's own end, behind `chunk`. Raises StreamLost, unless the request is at fault."""
+        """Handles an engine's own end, after `chunk`. Raises StreamLost, unless the request is at fault."""
         assert events.end is not None
         words = events.failure if events.failure.endswith(sse.DONE) else events.failure + sse.DONE
         if events.end is not End.REFUSED and not self._has_begun and not await self._may_continue():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Browsers' pages of other origins: engines say which may use them, and the gateway says the same.
+"""CORS: the gateway allows the same origins as the engines.
 
-A preflight (OPTIONS, before a request that a page makes) passes to an engine, whatever the path: it has no key and no
-body. What an engine tells an origin stands in its answers, and is remembered for those that the gateway makes itself:
-without it a page could not read why its request was refused.
+A preflight (OPTIONS, without key and body) passes to an engine, whatever the path. The headers that engines send to an
+origin are remembered for the gateway's own answers; without them a page could not read why its request was refused.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _MODELS: Final = "/v1/models"
 _MOST_ORIGINS: Final = 1000
 _MOST_CHARACTERS: Final = 256
 _MOST_PREFLIGHTS: Final = 64
-"""Preflights at a time: nobody needs a key for them."""
+"""Largest number of preflights at a time, as they need no key."""
 _TIMEOUT_S: Final = 3.0
 _NUM_TRIES: Final = 2
 
@@ -58,7 +57,7 @@ class Cors:
         self._session = session
         self._num_preflights = 0
         self._told: OrderedDict[str, dict[str, str]] = OrderedDict()
-        """Headers that engines tell an origin, by origin."""
+        """The headers that engines send, by origin."""
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         origin = request.headers.get("Origin")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that do or leave something beside their tokens. Pure.
+"""Requests with effects beside their tokens. Pure.
 
-An engine that was sent one of them may have called a tool or kept something before it was lost, and the gateway cannot
-know. So what was sent of them is never sent again, whatever ended it; what was not sent may go elsewhere.
+An engine may have called a tool or stored something before it was lost, and the gateway cannot know. So such a request
+is never sent again once it was sent; if it was not sent, it may go elsewhere.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BY_PATH: Final[Mapping[str, Mapping[str, _Field]]] = {
         "conversation": (bool, "it may have been added to its conversation"),
     }
 }
-"""`store` is true by default, and then no wish of the client's: vLLM stores nothing unless it is told to by a variable,
-and what an engine that was lost has stored under another id is of no harm."""
+"""Fields with effects, by path. `store` is true by default and then counts as no effect: vLLM stores nothing unless a
+variable enables it, and a response stored under another id does no harm."""
 
 
 def of(path: str, head: Head) -> str:

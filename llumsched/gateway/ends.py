@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ends of an answer are the model's, and which are the engine's. Pure.
+"""The ends of an answer: the model's own, or the engine's. Pure.
 
-The model ends an answer by a token, a limit, a tool call or a loop. Every other end that an engine reports is the
-engine's own: it failed, or it aborted the request (vLLM does so to all its requests at SIGTERM, `/pause?mode=abort`,
-`/sleep` and `/abort_requests`) although the client is still there. What an API calls these ends is in `_judge`.
+The model ends an answer by a token, a limit, a tool call or a loop. Every other end is the engine's: it failed, or it
+aborted the request although the client is still there (vLLM does so at SIGTERM, `/pause?mode=abort`, `/sleep` and
+`/abort_requests`). `_judge` holds each API's words for these ends.
 
-vLLM 0.32 hides an abort in two places, where it cannot be told from the model's end: `/v1/responses` of models that are
-not gpt-oss says `completed`, and Cohere's chat says `COMPLETE`. Transcriptions in one piece name no end at all.
+vLLM 0.32 hides an abort in two places: `/v1/responses` of models other than gpt-oss says `completed`, and Cohere's chat
+says `COMPLETE`. Transcriptions in one piece name no end.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from llumsched.gateway.events import fields_of, split
 from llumsched.gateway.paths import Style
 
 MODELS_ENDS: Final = frozenset(("stop", "length", "tool_calls", "repetition", "function_call", "content_filter"))
-"""Finish reasons that are final. The last two are OpenAI's; vLLM does not give them."""
+"""Finish reasons of the model. The last two are OpenAI's; vLLM does not use them."""
 _LIMITS: Final = frozenset((None, "max_output_tokens", "content_filter"))
 """Reasons for which a response may be incomplete."""
 _OF_THE_INSTANCE: Final = frozenset((502, 503, 504))
-"""Statuses that speak of the server, whatever the request was."""
+"""Statuses that describe the server, whatever the request was."""
 
 
 class End(Enum):
-    """How an engine itself ended a request."""
+    """An engine's own end of a request."""
 
     ERROR = auto()
     ABORT = auto()
     UNAVAILABLE = auto()
-    """It said that it could not serve, which speaks of the engine alone."""
+    """The engine cannot serve."""
     REFUSED = auto()
-    """An error that is the request's own, as every other engine would report it."""
+    """An error of the request, which every other engine would report too."""
 
     @property
     def what(self) -> str:
@@ -49,11 +49,11 @@ class Ended(NamedTuple):
 
     end: End
     at: int
-    """Where its event begins."""
+    """Offset of its event."""
 
 
 def of_status(status: int) -> End:
-    """The end that a status of 500 or above stands for."""
+    """The end that a status of 500 or above means."""
     return End.UNAVAILABLE if status in _OF_THE_INSTANCE else End.ERROR
 
 
@@ -61,7 +61,7 @@ _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"(?!(?:%b)")' % b"|".join(s
 
 
 def tells_finish(data: bytes) -> bool:
-    """True if events may tell why a choice ended. Cheap, as most do not."""
+    """True if events may tell a finish reason. Cheap, as most do not."""
     return data.count(b'"finish_reason":null') != data.count(b'"finish_reason"')
 
 
@@ -75,11 +75,11 @@ _MAY_END: Final[Mapping[Style, Callable[[bytes], bool]]] = {
     Style.ANTHROPIC: lambda data: b"error" in data or b"message_delta" in data,
     Style.COHERE: lambda data: b"error" in data or b"message-end" in data,
 }
-"""True if events are worth reading: nearly none of a stream are."""
+"""Cheap tests by API for events worth parsing: nearly none are."""
 
 
 def in_events(data: bytes, style: Style) -> Ended | None:
-    """The first event by which the engine itself ends the stream. `data`: whole events."""
+    """The first event by which the engine ends the stream. `data` holds whole events."""
     if not _MAY_END[style](data):
         return None
     at = 0
@@ -95,15 +95,15 @@ def in_events(data: bytes, style: Style) -> Ended | None:
 
 
 def of_answer(body: bytes | bytearray, style: Style) -> End | None:
-    """The engine's own end of an answer in one piece, of status 200."""
+    """The engine's own end of an answer in one piece with status 200."""
     if style is Style.OPENAI and not _FINISH.search(body):
         return None
     return _judge(body)
 
 
 def of_part(part: bytes, style: Style, *, is_last: bool) -> End | None:
-    """The engine's own end in a part of an answer that is too long to be held. A model's words have their quotes
-    escaped, and are not taken for an end. Responses and Cohere's chats tell none that could be found so."""
+    """The engine's own end in a part of an answer that is too long to be held. Quotes in a model's words are escaped,
+    so they are not mistaken for an end. Responses and Cohere's chats cannot be recognised in this way."""
     if style is Style.ANTHROPIC:
         return End.ABORT if is_last and not _STOP.search(part) else None
     found = _FINISH.search(part) if style is Style.OPENAI else None
@@ -123,8 +123,7 @@ class _Response(msgspec.Struct):
 
 
 class _Said(_Response):
-    """The fields of answers and events that tell an end. The others are skipped: an answer's texts and logprobs are
-    long, and objects of them take eight times as long to make."""
+    """The fields of answers and events that tell an end. Skipping the others makes decoding eight times faster."""
 
     type: Any = None
     object: Any = None
@@ -141,7 +140,7 @@ _SAID: Final = msgspec.json.Decoder(_Said)
 
 
 def _judge(data: bytes | bytearray) -> End | None:
-    """The end that an answer or event tells; None if it tells none, or is no JSON object of any API."""
+    """The end that an answer or event tells; None if it tells none or is not a JSON object of a known API."""
     try:
         said = _SAID.decode(data)
     except (msgspec.DecodeError, RecursionError):

@@ -42,7 +42,7 @@ class GatewayError(Exception):
     def __init__(
         self, message: str, *, retry_after_s: float | None = None, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """`headers`: of the answer, beside the usual ones."""
+        """`headers`: further headers of the answer."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.headers = headers
@@ -132,9 +132,8 @@ class UpstreamTimedOut(GatewayError):
 
 
 class StreamLost(Exception):
-    """An engine's answer broke off before its end. `cause`: what that says of the instance. `was_sent`: whether it may
-    have had the request. `end`: the end that the engine itself reported, None if it did not. `words`: what it said, of
-    a stream."""
+    """An engine's answer broke off. `cause`: its meaning for the instance. `was_sent`: true if the engine may have had
+    the request. `end`: the end that the engine reported, if it did. `words`: its last event of a stream."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class StreamLost(Exception):
 
 
 class EngineRefused(GatewayError):
-    """An engine's refusal, for a client that waits for events. `answer`: the refusal's body."""
+    """An engine's refusal, for a client that waits for events. `answer` is the refusal's body."""
 
     def __init__(self, status: int, answer: bytes) -> None:
         try:
@@ -170,7 +169,7 @@ class EngineRefused(GatewayError):
 
 
 def body(error: GatewayError, style: Style = Style.OPENAI, request_id: str = "") -> bytes:
-    """The answer's body, as vLLM writes errors of that API."""
+    """The body of the answer, in vLLM's form for that API."""
     message = str(error)
     content: dict[str, object] = {"message": message, "type": error.kind, "param": None, "code": error.status}
     document: dict[str, object] = {"error": content}
@@ -182,7 +181,7 @@ def body(error: GatewayError, style: Style = Style.OPENAI, request_id: str = "")
 
 
 def last_event(error: GatewayError, style: Style, sequence_number: int = 0) -> bytes:
-    """The error as the end of a stream. `sequence_number`: of the event, where events have one."""
+    """The error as the end of a stream. `sequence_number` is the event's, in APIs that number events."""
     if style is Style.ANTHROPIC:
         return b"event: error\ndata: " + body(error, style) + b"\n\n"
     if style is Style.RESPONSES:

@@ -33,11 +33,11 @@ from llumsched.gateway.services import Bodies, Received, Services
 from llumsched.gateway.stored import Stored, new_id
 
 _LEAST_BYTES: Final = 1024
-"""Bytes of a body that `client_timeout_s` is for."""
+"""Bytes of a body that must arrive within `client_timeout_s`."""
 _LAST_LOOK_S: Final = 0.02
-"""Pause before a client is given up, in which what it sent while this process stood still is read."""
+"""Pause before a client is given up, to read what it sent while this process stood still."""
 _RETRY_SPREAD_S: Final = 3
-"""Random seconds on top of Retry-After: who is refused at the same moment is not to come back at the same one."""
+"""Random seconds added to Retry-After, so that clients refused together do not return together."""
 _KEPT_ALIVE_AT_ONCE: Final = 100
 
 
@@ -121,7 +121,7 @@ class Exchanges:
             self._access_log.ended(record)
 
     async def keep_alive(self) -> None:
-        """Looks at all streams again and again, for ever."""
+        """Looks at all streams periodically, for ever."""
         limit_s = self._config.sse_keepalive_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 8))
@@ -153,7 +153,7 @@ class Exchanges:
         return body.prioritized(said, in_body=not found.path.is_form)
 
     def _objectives(self, request: web.BaseRequest, body: Body, tenant: Tenant | None) -> Objectives:
-        """What counts of it: the request's, its key's, its model's. Raises InvalidRequest."""
+        """The objectives of a request: its own, else its key's, else its model's. Raises InvalidRequest."""
         found = objectives.of_headers(request.headers)
         if tenant is not None:
             found = found.or_else(tenant.objectives)
@@ -170,7 +170,7 @@ class Exchanges:
         return prompt
 
     def _hold(self, held: ExitStack, tenant: Tenant, body: Body, prompt: Prompt, found: Found) -> None:
-        """Has a request count for its key, until `held` is closed. Raises Exceeded."""
+        """Counts a request for its key until `held` is closed. Raises Exceeded."""
         num_sequences, num_output = body.head.num_sequences, body.head.most_output
         held.enter_context(tenant.sequences(num_sequences - 1))
         most = tenant.allowance.tokens_in_flight
@@ -185,13 +185,13 @@ class Exchanges:
         held.enter_context(tenant.tokens(num_prompt, num_sequences * num_output))
 
     def _attempts(self, received: Received, found: Found) -> Attempts:
-        """The right kind of attempts for the path."""
+        """The kind of attempts for the path."""
         if found.path.kind is Kind.CONTINUED:
             return Continuing(self._services, received)
         return Passing(self._services, received, found.path)
 
     async def _stored(self, body: Body, found: Found, key: str) -> Stored | None:
-        """The response that a request is about, or goes on from. Raises UnknownResponse, NoInstance."""
+        """The response that a request names or continues. Raises UnknownResponse, NoInstance."""
         shown: Any = None
         if found.path.kind is Kind.STICKY:
             shown = found.name
@@ -208,7 +208,7 @@ class Exchanges:
 
 
 class _Reading:
-    """The reading of one body, which counts for `Bodies` until `end`."""
+    """The reading of one body, which counts towards `Bodies` until `end`."""
 
     def __init__(self, bodies: Bodies, config: Config) -> None:
         self._bodies = bodies
@@ -219,8 +219,8 @@ class _Reading:
         self._bodies.give_back(self._num_bytes)
 
     async def read(self, request: web.BaseRequest) -> bytearray:
-        """The body. Raises RequestTooLarge, Overloaded, and RequestTimedOut if all of it, or the next KiB, takes too
-        long."""
+        """Reads the body. Raises RequestTooLarge, Overloaded, and RequestTimedOut if all of it, or the next KiB, takes
+        too long."""
         loop, patience_s, limit_s = (
             asyncio.get_running_loop(),
             self._config.client_timeout_s,
@@ -249,7 +249,7 @@ class _Reading:
 
 
 async def _next_part(content: StreamReader, due_s: float) -> bytes:
-    """Empty at the end. Raises TimeoutError."""
+    """The next part of a body; empty at its end. Raises TimeoutError."""
     try:
         async with asyncio.timeout_at(due_s):
             return await content.readany()

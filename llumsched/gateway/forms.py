@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a multipart form, without taking the form apart: it is passed on as the bytes that came. Pure.
+"""Fields of a multipart form, which is passed on unchanged. Pure.
 
-The value that counts is the last of its name, as in the engines' form parser. What is no form is for the engine to
-refuse.
+As in the engines' parser, the last field of a name counts. Malformed forms are left for the engine to refuse.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _MOST_BOUNDARY_BYTES: Final = 70
 
 
 def fields_of(content: bytes | bytearray, content_type: str, names: Collection[str]) -> dict[str, str]:
-    """The fields of these names. Raises InvalidRequest for a form that may hide one: a part's head, such a field's
-    value, the boundary or the number of parts exceeds what is read."""
+    """The fields with these names. Raises InvalidRequest for a form that may hide one, because a head, a value, the
+    boundary or the number of parts exceeds the limits here."""
     boundary = _boundary(content_type)
     if not boundary:
         return {}
@@ -59,7 +58,7 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _name_in(head: bytes | bytearray) -> str:
-    """The name of the field whose part has this head; "" if there is none."""
+    """The field's name in the head of a part; "" if there is none."""
     for line in head.split(b"\r\n"):
         name, _, value = line.decode(errors="replace").partition(":")
         if name.strip().lower() == "content-disposition":

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The headers of a client that its engine gets, and the key that the client shows.
+"""The headers of a client that reach its engine, and the key that the client shows.
 
-An allow-list: what a header does in an engine (its priority, its rank, its load) is the gateway's to decide, and a new
-vLLM cannot bring another one into clients' reach. A test compares it with what the installed vLLM reads.
+They are an allow-list: the gateway decides about headers that change an engine's work (priority, rank, load), and a new
+vLLM cannot expose another one. A test compares the list with the headers that the installed vLLM reads.
 
-The engine sees only the gateway's own connection. As proxies do, the client's address is put after those that came in
-`X-Forwarded-For`; whether the client spoke TLS stands in `X-Forwarded-Proto`, unless a proxy before this one has said
-it.
+The client's address is appended to `X-Forwarded-For`, and `X-Forwarded-Proto` says if the client used TLS, unless a
+proxy before the gateway has said so.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ RawHeaders = tuple[tuple[bytes, bytes], ...]
 _FOR: Final = b"x-forwarded-for"
 _PROTO: Final = b"x-forwarded-proto"
 NAMES: Final = frozenset((_FOR, _PROTO))
-"""Headers that no client can have left out."""
+"""Headers that a client cannot have removed."""
 AUTHORIZATION: Final = "Authorization"
 _KEYS: Final = ("X-Api-Key", "Api-Key")
-"""Headers in which Anthropic's and Azure's clients show their keys."""
+"""Headers in which clients of Anthropic and Azure show their keys."""
 RANK_HEADER: Final = "X-data-parallel-rank"
-"""vLLM's header for one engine of several to compute the request. A client that names one would undo the placement."""
+"""vLLM's header for the data-parallel rank. A client's own would undo the placement."""
 
 PASSED: Final = frozenset(
     (b"accept", b"accept-language", b"content-type", b"origin", b"referer", b"user-agent", b"traceparent",
@@ -45,11 +44,11 @@ OWNED: Final[Mapping[str, str]] = {
     "X-Vllm-Priority": "read as `X-Priority`: checked, and put into the body",
     "endpoint-load-metrics-format": "would tell clients the engine's load",
 }
-"""Headers that engines read and clients do not send them: why."""
+"""Headers that engines read and clients may not set, with the reason."""
 
 
 def keys_shown(headers: Mapping[str, str]) -> Iterator[str]:
-    """The keys that a client shows, wherever its API has them."""
+    """The keys that a client shows, in the headers of all APIs."""
     scheme, _, key = headers.get(AUTHORIZATION, "").partition(" ")
     if scheme.lower() == "bearer":
         yield key
@@ -59,15 +58,15 @@ def keys_shown(headers: Mapping[str, str]) -> Iterator[str]:
 
 
 def authorization(headers: Mapping[str, str]) -> str:
-    """A client's credential as engines read it; empty: none."""
+    """A client's credential in the form that engines read; "" if there is none."""
     if AUTHORIZATION in headers:
         return headers[AUTHORIZATION]
     return next((f"Bearer {key}" for key in keys_shown(headers)), "")
 
 
 def with_client(request: web.BaseRequest) -> RawHeaders:
-    """A request's headers for an engine: those that are passed, its credential, and what they do not say of its
-    connection. `Upstream` leaves the credential out where engines are not to see it."""
+    """The headers of a request for an engine: the passed ones, its credential and its connection. `Upstream` removes
+    the credential where engines must not see it."""
     passed, connection = PASSED, request.headers.get("Connection", "").lower()
     if connection not in ("", "keep-alive", "close"):
         nominated = connection.encode("utf-8", "surrogateescape").split(b",")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gateway and the processes that read for it say to each other, over socket pairs. Pure.
+"""Messages between the gateway and its reading processes, over socket pairs. Pure.
 
 A job is `lengths of header and body, header, body`; each of its answers is `length, answer`. Headers and answers are
 msgpack.
@@ -21,12 +21,12 @@ from llumsched.gateway.continuable import Outline
 JOB_LENGTHS: Final = struct.Struct("!II")
 ANSWER_LENGTH: Final = struct.Struct("!I")
 CLOCK_PER_CPU: Final = 4
-"""Clock time that a job may take for each second of CPU time that it may: the machine has others to serve."""
+"""Clock seconds that a job may take per CPU second, since the machine has other work."""
 
 
 class Task(StrEnum):
     READ = "read"
-    """Read a body as `Body.read` does."""
+    """Reads a body as `Body.read` does."""
     COUNT = "count"
     OUTLINE = "outline"
 
@@ -34,20 +34,20 @@ class Task(StrEnum):
 class Job(msgspec.Struct, array_like=True):
     task: Task
     cpu_s: float
-    """Time of a processor after which the kernel ends the process."""
+    """CPU time after which the kernel ends the process."""
     model: str = ""
     block_size: int = 0
-    """Tokens of the blocks that a count is to name; 0: none."""
+    """Tokens per block for the names of blocks; 0 asks for no names."""
     form: Form = Form.OPENAI
-    """Where a count finds the prompt."""
+    """Place of the prompt in the body, for a count."""
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What a process found out. A count has two answers: by length at once, then by tokens."""
+    """A result of a job. A count has two: an estimate by length at once, then one by tokens."""
 
     is_last: bool
     num_tokens: int | None = None
-    """A count; None if the process ended on it, or it is no JSON object."""
+    """A count; None if the process ended on it, or the body is not a JSON object."""
     head: Head | None = None
     fault: str = ""
     outline: Outline | None = None
@@ -62,9 +62,9 @@ class Settings(msgspec.Struct):
     """Path or hub name by model; the model "" is any other."""
     chat_template: str
     memory_bytes: int
-    """Memory that each may take in addition to what it has when it begins."""
+    """Memory that each process may take beyond its size at the start."""
     sockets: list[int]
-    """File descriptors, one for each process."""
+    """File descriptors, one per process."""
 
 
 _JOB: Final = msgspec.msgpack.Decoder(Job)
@@ -87,7 +87,7 @@ def answer_frame(answer: Answer) -> bytes:
 
 
 def take_answers(buffer: bytearray) -> Iterator[Answer]:
-    """Takes the answers that are whole out of `buffer`. Raises msgspec.DecodeError."""
+    """Takes whole answers out of `buffer`. Raises msgspec.DecodeError."""
     while len(buffer) >= ANSWER_LENGTH.size:
         end = ANSWER_LENGTH.size + ANSWER_LENGTH.unpack_from(buffer)[0]
         if len(buffer) < end:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gateway counts, under the names that dashboards know.
+"""The gateway's metrics.
 
 With several workers each process counts for itself and any of them shows the sum: PROMETHEUS_MULTIPROC_DIR must be set
 before this module is imported (`workers` does).
@@ -34,19 +34,19 @@ _STAGE_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
 _QUEUE_MS = (1, 5, 10, 50, 100, 200, 500, 1000, 2000, 5000)
 _LEAST_RENDER_S: Final = 1.0
-"""Time between two renderings: each of them slows all streams a little."""
+"""Shortest time between two renderings, since each slows all streams a little."""
 _SWITCH_S: Final = 0.0005
-"""Time for which the event loop may wait for the thread that renders, a tenth of what Python usually lets it."""
+"""Time for which the event loop may wait for the rendering thread: a tenth of Python's usual value."""
 _MOST_MODELS = 1000
 _OVERFLOW = "_overflow"
-"""Stands for all models beyond the first thousand."""
+"""Name for all models beyond the first thousand."""
 _UNKNOWN = "_unknown"
-"""Stands for all models that no instance serves: clients write there what they like."""
+"""Name for all models that no instance serves, since clients can send any name."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One request, as it went. Times in seconds; None if it did not come so far."""
+    """The course of one request. Times in seconds; None if it did not get so far."""
 
     id: str
     path: str
@@ -62,7 +62,7 @@ class Record:
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens that the engine found in its prefix cache, if it says so."""
+    """Prompt tokens in the engine's prefix cache, if the engine tells."""
     num_retries: int = 0
     num_continuations: int = 0
     is_fallback: bool = False
@@ -73,12 +73,12 @@ class Record:
     e2e_s: float = 0.0
     objectives: Objectives = NONE
     placed_s: float = 0.0
-    """Until its place was known, the last time before it began."""
+    """Time until its place was known, the last one before it began."""
     predicted: Predicted = NOTHING_PREDICTED
-    """From then on."""
+    """The prediction from that moment on."""
 
     def used(self, usage: Usage) -> None:
-        """Takes what an answer tells, if it does."""
+        """Takes the usage that an answer tells."""
         self.num_input_tokens = usage.num_prompt or self.num_input_tokens
         self.num_output_tokens = usage.num_output or self.num_output_tokens
         self.num_cached_tokens = usage.num_cached or self.num_cached_tokens
@@ -92,8 +92,8 @@ class Record:
 
     @property
     def has_met_objectives(self) -> bool | None:
-        """True if it was in time; None if it had no objectives, or nobody can tell: its client left in time, or wanted
-        its answer in one piece."""
+        """True if it was in time; None if it had no objectives, or this cannot be known because its client left in time
+        or wanted its answer in one piece."""
         if not self.objectives or (self.status == 200 and self.ttft_s is None):
             return None
         if self.status == CLIENT_GONE:
@@ -107,7 +107,7 @@ class Record:
 
 class Metrics:
     def __init__(self, is_listed: Callable[[str], bool] = lambda model: False) -> None:
-        """`is_listed`: whether an instance says that it serves the model."""
+        """`is_listed`: true for a model that an instance lists."""
         self._is_listed = is_listed
         self._registry = CollectorRegistry()
         self._started_s = time.time()
@@ -122,28 +122,28 @@ class Metrics:
         )
         self.retries = self._counter("request_retry_total", "Attempts after the first.", ["model", "status_code"])
         self.fallbacks = self._counter(
-            "request_fallback_total", "Requests placed without the scheduler, which was away.", ["model", "status_code"]
+            "request_fallback_total",
+            "Requests placed without a scheduler, because none answered.",
+            ["model", "status_code"],
         )
         self.continuations = self._counter(
             "request_continuation_total",
-            "Streams that lost their engine, by what came of it.",
+            "Streams that lost their engine, by outcome.",
             ["model", "outcome"],
         )
-        self.unbudgeted = self._counter("request_retry_refused", "Attempts that the retry budget did not allow.", [])
-        self.ejections = self._counter(
-            "gateway_ejections", "Instances that got no new requests from then on, by cause.", ["cause"]
-        )
+        self.unbudgeted = self._counter("request_retry_refused", "Retries that the retry budget refused.", [])
+        self.ejections = self._counter("gateway_ejections", "Ejections of instances, by cause.", ["cause"])
         self.refused = self._counter(
-            "gateway_key_refused", "Requests without a key, or beyond what theirs allows.", ["key", "limit"]
+            "gateway_key_refused", "Requests refused for a missing key or an exceeded limit.", ["key", "limit"]
         )
         self.refusals = self._counter(
             "gateway_refused",
-            "Requests that were refused at the door, before anything of them was read.",
+            "Requests refused before their body was read.",
             ["status_code"],
         )
         self.tls_failures = self._counter("gateway_tls_failures", "Connections whose TLS handshake failed.", [])
         self.unlogged = self._counter(
-            "gateway_access_log_dropped", "Lines of the access log that stdout did not take.", []
+            "gateway_access_log_dropped", "Lines of the access log dropped because stdout was blocked.", []
         )
         self.unnamed = self._counter(
             "gateway_prompts_unnamed",
@@ -160,30 +160,42 @@ class Metrics:
             "Prompt tokens that engines found in their prefix cache, by API, as --enable-prompt-tokens-details tells.",
             ["api"],
         )
-        self.e2e = self._histogram("request_e2e_latency_seconds", "Arrival to end, of status 200.", _E2E_S)
-        self.ttft = self._histogram("request_ttft_milliseconds", "Arrival to the first event of a stream.", _TTFT_MS)
-        self.itl = self._histogram("request_itl_milliseconds", "Gaps between what came of a stream.", _ITL_MS)
-        self.tpot = self._histogram("request_tpot_milliseconds", "(end - first) / (output tokens - 1).", _ITL_MS)
-        self.queue = self._histogram("request_queue_duration_milliseconds", "Waits for an instance.", _QUEUE_MS)
-        self.schedule = self._histogram("request_schedule_duration_milliseconds", "Placement.", _STAGE_MS)
-        self.preprocess = self._histogram("request_preprocess_duration_milliseconds", "Before placement.", _STAGE_MS)
+        self.e2e = self._histogram(
+            "request_e2e_latency_seconds", "Time from arrival to end of requests with status 200.", _E2E_S
+        )
+        self.ttft = self._histogram(
+            "request_ttft_milliseconds", "Time from arrival to the first event of a stream.", _TTFT_MS
+        )
+        self.itl = self._histogram("request_itl_milliseconds", "Time between two parts of a stream.", _ITL_MS)
+        self.tpot = self._histogram("request_tpot_milliseconds", "Mean time per output token after the first.", _ITL_MS)
+        self.queue = self._histogram(
+            "request_queue_duration_milliseconds", "Time spent waiting for an instance.", _QUEUE_MS
+        )
+        self.schedule = self._histogram("request_schedule_duration_milliseconds", "Time spent on placement.", _STAGE_MS)
+        self.preprocess = self._histogram(
+            "request_preprocess_duration_milliseconds", "Time spent before placement.", _STAGE_MS
+        )
         self.input_lengths = self._histogram("request_input_tokens", "Prompt tokens per request.", _TOKENS)
         self.output_lengths = self._histogram("request_output_tokens", "Generated tokens per request.", _TOKENS)
         self.ttft_predictions = self._histogram(
-            "request_ttft_prediction_ratio", "Time from placement to the first token, over what was predicted.", _RATIOS
+            "request_ttft_prediction_ratio",
+            "Time from placement to the first token, divided by the prediction.",
+            _RATIOS,
         )
         self.tpot_predictions = self._histogram(
-            "request_tpot_prediction_ratio", "Time between two tokens, over what was predicted.", _RATIOS
+            "request_tpot_prediction_ratio", "Mean time between two tokens, divided by the prediction.", _RATIOS
         )
-        self._pending = self._gauge("gateway_pending_requests", "Requests that wait for an instance.")
+        self._pending = self._gauge("gateway_pending_requests", "Requests waiting for an instance.")
         self._current = self._gauge("gateway_current_requests", "Requests in flight.")
-        self._avoided = self._gauge("gateway_avoided_instances", "Get no new requests now.", mode="livemax")
+        self._avoided = self._gauge(
+            "gateway_avoided_instances", "Instances that get no new requests now.", mode="livemax"
+        )
         self._refused_files = self._gauge(
             "gateway_refused_files",
-            "Secrets and certificates whose new files cannot be used: the old ones serve.",
+            "Secret and certificate files whose new contents are unusable, so that the old ones stay in use.",
             "livemax",
         )
-        self._uptime = self._gauge("uptime_seconds", "Since the process began.", mode="max")
+        self._uptime = self._gauge("uptime_seconds", "Time since the process began.", mode="max")
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
         return Counter(name, text, labels, registry=self._registry)
@@ -195,7 +207,8 @@ class Metrics:
         return Gauge(name, text, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
     def of_model(self, model: str, *, is_served: bool = False) -> _OfModel:
-        """A model's series. `is_served`: an instance has answered for it (who wants a key does not list its models)."""
+        """A model's series. `is_served`: an instance has answered for it (instances that want a key do not list their
+        models)."""
         found = self._models.get(model)
         if found is None:
             if model and not is_served and not self._is_listed(model):
@@ -206,7 +219,7 @@ class Metrics:
         return found
 
     def attained(self) -> dict[str, Tally]:
-        """How objectives were met so far, by model, where there were any."""
+        """Requests that met and missed their objectives so far, by model."""
         return {one.name: one.tally for one in self._models.values() if one.tally != Tally()}
 
     def ended(self, record: Record) -> None:
@@ -224,8 +237,8 @@ class Metrics:
         return CONTENT_TYPE_LATEST
 
     async def rendered(self) -> bytes:
-        """`text`, rendered once for all who wait for it, and once a second at most, in a thread: for 100 models it
-        takes 90 ms, for several workers 170 ms, and then no turn of the event loop is longer than 13 ms."""
+        """`text`, rendered in a thread, once for all callers and at most once a second: it takes 90 ms for 100 models
+        and 170 ms for several workers, while no turn of the event loop exceeds 13 ms."""
         now_s = self.clock()
         if self._rendering is None or (self._rendering.done() and now_s - self._rendered_s >= self.least_render_s):
             self._rendered_s = now_s
@@ -246,9 +259,8 @@ class Metrics:
 
 
 class _WithTotals:
-    """Adds `request_input_tokens_total` and its like: the sums of histograms that have the same name, which the library
-    does not let a counter have.
-    """
+    """Adds `request_input_tokens_total` and its like, the sums of histograms of the same name: the library allows no
+    counter with that name."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -265,7 +277,7 @@ class _WithTotals:
 
 
 class _OfModel:
-    """The series of one model: looking labels up costs more than counting."""
+    """The series of one model, kept because looking up labels costs more than counting."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
@@ -285,7 +297,7 @@ class _OfModel:
         self._tpot_predictions = metrics.tpot_predictions.labels(model)
 
     def lost(self, outcome: str) -> None:
-        """A stream lost its engine; `outcome` is what came of it."""
+        """Counts a stream that lost its engine, by its outcome."""
         self._metrics.continuations.labels(self.name, outcome).inc()
 
     def ended(self, record: Record) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of clients' keys, and how much each may ask for.
+"""The file of clients' keys and their allowances.
 
-    {"team-a": {"keys": ["sk-…", "sha256:9f86…"], "requests_per_minute": 600, "concurrent_requests": 32},
+{"team-a": {"keys": ["sk-…", "sha256:9f86…"], "requests_per_minute": 600, "concurrent_requests": 32},
      "batch": {"keys": ["sha256:60fd…"], "requests_per_second": 5, "tokens_in_flight": 200000},
      "chat": {"keys": ["sha256:2c26…"], "ttft_slo_ms": 500, "tpot_slo_ms": 50}}
 
-A limit that is not given is none, except `best_priority`, which is 0 then. Several keys of one name share its limits:
-the next one is added before the last one is taken away.
+A missing limit means no limit, except for `best_priority`, which is then 0. Several keys of one name share its limits,
+so that a new key can be added before the old one is removed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ _POSITIVE: Final = (
 
 
 class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The entry of one name, as the file has it."""
+    """The entry of one name."""
 
     keys: list[str]
     requests_per_second: float | None = None
     requests_per_minute: float | None = None
     concurrent_requests: int | None = None
     tokens_in_flight: int | None = None
-    """Limit of the tokens of its requests together: prompts, and the most that they may generate. Output without a
-    limit counts as a quarter of it at most."""
+    """Limit of the tokens of all its requests in flight: prompts, and the most that they may generate. Output without a
+    limit counts as at most a quarter of this limit."""
     best_priority: int | None = 0
-    """The lowest `priority` that its requests may have (as for vLLM, lower ones come first, and none is 0); null: any.
-    """
+    """The lowest `priority` that its requests may ask for (as in vLLM, lower numbers come first); null allows any."""
     ttft_slo_ms: float | None = None
     """Objectives of its requests that name none."""
     tpot_slo_ms: float | None = None

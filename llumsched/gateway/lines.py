@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines for stdout and stderr. The event loop, on which all streams move, waits for neither: whoever reads them may
-have stopped, and then a full pipe takes nothing more for as long as that lasts.
-"""
+"""Lines for stdout and stderr, written by a thread: a pipe whose reader has stopped would block the event loop and all
+streams."""
 
 from __future__ import annotations
 
@@ -20,20 +19,20 @@ _CLOSE_S: Final = 2.0
 
 
 class LineWriter:
-    """Lines for one descriptor. `write` is one thread's at a time, and never waits: a thread of this one's does."""
+    """Lines for one descriptor. One thread at a time may call `write`, which never blocks."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._waiting: SimpleQueue[bytes | None] = SimpleQueue()
         self._num_given = 0
-        """Bytes of all lines that were taken."""
+        """Bytes of all lines taken."""
         self._num_written = 0
-        """Bytes of all lines that are out; the thread's."""
+        """Bytes of all lines written, by the thread."""
         self._thread = threading.Thread(target=self._run, name=f"lines-{descriptor}", daemon=True)
         self._thread.start()
 
     def write(self, lines: str) -> bool:
-        """Takes lines; False if so much waits that these are dropped."""
+        """Takes lines. Returns False, and drops them, if too much is waiting."""
         data = lines.encode(errors="backslashreplace")
         if self._num_given - self._num_written + len(data) > _MOST_BYTES:
             return False
@@ -42,7 +41,7 @@ class LineWriter:
         return True
 
     def close(self) -> None:
-        """Waits for what is left, but not for ever."""
+        """Waits a limited time for the remaining lines."""
         self._waiting.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -61,7 +60,7 @@ class LineWriter:
 
 
 class LineHandler(logging.Handler):
-    """Writes what is logged to stderr."""
+    """Writes log records to stderr."""
 
     def __init__(self) -> None:
         super().__init__()

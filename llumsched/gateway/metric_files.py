@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of all workers, read from their files. A file that cannot be read is left out and told: what one worker
-left behind is not to take the metrics of all.
-"""
+"""The metrics of all workers, read from their files. An unreadable file is left out and reported, so that it does not
+hide the others."""
 
 from __future__ import annotations
 

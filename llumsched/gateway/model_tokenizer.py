@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model's tokenizer and chat template. Imported by the processes that count, not by the gateway's own."""
+"""One model's tokenizer and chat template. Imported only by the processes that count."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _RENDERED_BY_CODE: Final = frozenset(
      "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM",
      "InklingForCausalLM", "InklingForConditionalGeneration")
 )  # fmt: skip
-"""Architectures whose chats vLLM renders by code of its own."""
+"""Architectures whose chats vLLM renders with its own code."""
 _MISTRALS_OWN: Final = "tekken.json"
-"""A tokenizer that vLLM uses with Mistral's library, if it is there."""
+"""Name of a tokenizer that vLLM uses with Mistral's library, if that is installed."""
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 
 
 class ModelTokenizer:
-    """A tokenizer. Raises ValueError if it, or the chat template, cannot be loaded."""
+    """Raises ValueError if the tokenizer or the chat template cannot be loaded."""
 
     def __init__(self, where: str, chat_template: str = "") -> None:
         path = Path(where)
@@ -74,7 +74,7 @@ class ModelTokenizer:
             return None
 
     def _as_completion(self, document: Mapping[str, Any], form: Form) -> Mapping[str, Any]:
-        """The chat completion that says the same as a chat of another form."""
+        """The chat completion equivalent to a chat of another form."""
         if form is Form.ANTHROPIC:
             return anthropic.as_completion(
                 document,
@@ -102,7 +102,7 @@ class ModelTokenizer:
         return rendered
 
     def _template(self, tools: list[dict[str, Any]] | None) -> str:
-        """The template of a chat: without tools the processor's, if it has one of its own."""
+        """The template of a chat. Without tools it is the processor's, if that has its own."""
         if tools is None and self._processors_template is not None:
             return self._processors_template
         template: str = self._chat.get_chat_template(None, tools=tools)
@@ -110,7 +110,7 @@ class ModelTokenizer:
 
     @cached_property
     def _formats(self) -> Any:
-        """The module that reads templates, which needs jinja2, as transformers does to render one."""
+        """The module that reads templates. It needs jinja2, as transformers does to render them."""
         return importlib.import_module("llumsched.gateway.chats.content_format")
 
     @cached_property
@@ -121,7 +121,8 @@ class ModelTokenizer:
 
     @cached_property
     def _effort_without_thinking(self) -> str:
-        """As vLLM finds it out: "low" for a template that refuses "none", or knows no difference."""
+        """The reasoning effort without thinking, as vLLM computes it: "low" for a template that refuses "none" or
+        ignores it."""
 
         def rendered(effort: str) -> str | None:
             chat = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
@@ -132,7 +133,7 @@ class ModelTokenizer:
 
 
 def _chat_renderer(where: str, chat_template: str) -> Any:
-    """Transformers' tokenizer, which knows chat templates; None if it is not installed, or vLLM takes another."""
+    """Transformers' tokenizer, which knows chat templates; None if it is not installed or vLLM uses another one."""
     try:
         importlib.import_module("jinja2")
         transformers = importlib.import_module("transformers")
@@ -161,7 +162,7 @@ def _chat_renderer(where: str, chat_template: str) -> Any:
 
 
 def _processors_template(where: str) -> str | None:
-    """The template that models with images have beside their tokenizer's, in a file of its own."""
+    """The template in a file of its own that multimodal models have beside the tokenizer's."""
     try:
         path = importlib.import_module("transformers.utils").cached_file(where, "chat_template.json")
         template = json.loads(Path(path).read_bytes())["chat_template"] if path else None
@@ -182,7 +183,7 @@ def _rendered_by_code(transformers: Any, where: str) -> str:
 
 
 def _parameters(chat: Any) -> frozenset[str]:
-    """Parameters of `apply_chat_template`, base classes' as well: a subclass may take them as keywords."""
+    """Parameters of `apply_chat_template` in all base classes, since a subclass may take them as keywords."""
     names = {"self", "messages"}
     for one in type(chat).__mro__ if chat is not None else ():
         if (method := one.__dict__.get("apply_chat_template")) is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon a request wants its tokens: what its headers say, else its client's key, else the gateway for its model; and
-how soon it is expected to have them.
+"""Objectives for the time of a request's tokens, from its headers, else its client's key, else its model; and the times
+that are predicted for it.
 
-The headers are those of llm-d's inference scheduler. Engines get them, too, and do not heed them.
+The headers are those of llm-d's inference scheduler. Engines receive and ignore them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MOST_MS: Final = 86_400_000.0
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Milliseconds; 0: there is none."""
+    """Objectives in milliseconds; 0 is none."""
 
     ttft_ms: float = 0.0
-    """From the request's arrival at the gateway to its first token."""
+    """Time from the request's arrival at the gateway to its first token."""
     tpot_ms: float = 0.0
-    """Between two tokens, on average over all after the first."""
+    """Mean time between two tokens after the first."""
 
     def __bool__(self) -> bool:
         return bool(self.ttft_ms or self.tpot_ms)
@@ -43,19 +43,19 @@ NONE: Final = Objectives()
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a scheduler expects of a request at its place, from then on; 0: it does not say."""
+    """A scheduler's prediction for a request, from its placement on; 0 is unknown."""
 
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
     cached_tokens: int = 0
-    """Tokens of its prompt that are in the instance's prefix cache."""
+    """Tokens of its prompt in the instance's prefix cache."""
 
 
 NOTHING_PREDICTED: Final = Predicted()
 
 
 class Tally(NamedTuple):
-    """How many requests met all their objectives, and how many did not."""
+    """Numbers of requests that met all their objectives, and that did not."""
 
     num_met: int = 0
     num_missed: int = 0

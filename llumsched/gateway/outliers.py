@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outlier detection: an instance that fails where others do not gets no new requests for a while. Pure.
 
-    IN --faults--> OUT --its time is over--> ASKED --answers the gateway's own request--> TRIAL --successes--> IN
+IN --faults--> OUT --its time is over--> ASKED --answers the gateway's own request--> TRIAL --successes--> IN
                     ^                          |                                            |
                     |______ longer each time __|________________ the next fault ____________|
 
-Without it a fast failure attracts: an instance that refuses everything has the emptiest engine, so that all who go by
-load send it everything. Terms and rules are those of Envoy's outlier detection (consecutive failures; a share of
-failures that is far above the fleet's; a bound on how much of the fleet may be out), with a half-open trial.
+A fast failure attracts requests: an instance that refuses everything has the emptiest engine. The rules are those of
+Envoy's outlier detection (consecutive failures; a share of failures far above the fleet's; a bound on the ejected
+share), with a half-open trial.
 
-Out of the fleet at most a half is taken for what may be the requests' fault or the gateway's own. Whom no connection
-reaches is out whatever the others do, as nothing would be gained by trying.
+At most half of the fleet is ejected for failures that may be the requests' or the gateway's own. Unreachable instances
+are ejected without a bound, as trying them gains nothing.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Limits:
     """The bounds of the detection. Times in seconds."""
 
     max_ejected: float
-    """Share of the instances that can be reached that may be out."""
+    """Largest ejected share of the instances that can be reached."""
     consecutive: int = 5
     """Failures in a row that eject an instance."""
     share: float = 0.2
     """Share of failures in the window that ejects an instance, if it is also `times_fleet` that of all others."""
     times_fleet: float = 5.0
     min_volume: float = 20.0
-    """Answers in the window without which a share says nothing."""
+    """Smallest number of answers in the window that makes a share count."""
     window_s: float = 10.0
     """Time constant with which answers are forgotten."""
     ejection_s: float = 2.0
-    """Time of the first ejection; each further one takes twice as long."""
+    """Time of the first ejection; each further one is twice as long."""
     longest_ejection_s: float = 20.0
     forgiven_s: float = 60.0
-    """Time in the fleet after which earlier ejections do not count."""
+    """Time in the fleet after which earlier ejections are forgotten."""
     trial_successes: int = 3
     trusted_refusals: int = 2
     """Refusals in a row that are believed; further ones of the same instance are doubted."""
@@ -56,7 +56,7 @@ class Limits:
 class Ejection:
     cause: Cause
     why: str
-    """The reason, for people."""
+    """The reason, for logs."""
     since_s: float
 
 
@@ -82,14 +82,14 @@ class _Sum:
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one instance."""
+    """The record of one instance."""
 
     state: _State = _State.IN
     faults: _Sum = field(default_factory=_Sum)
     answers: _Sum = field(default_factory=_Sum)
     num_consecutive: int = 0
     num_refused: int = 0
-    """Requests in a row that it refused, without another instance having said the same."""
+    """Requests in a row that only this instance refused."""
     num_ejections: int = 0
     in_since_s: float = 0.0
     until_s: float = 0.0
@@ -123,7 +123,7 @@ class Outliers(Generic[Key]):
         return key in self._out
 
     def forget(self, key: Key) -> None:
-        """Forgets an instance that is no longer in the fleet."""
+        """Forgets an instance that has left the fleet."""
         self._records.pop(key, None)
         self._out.pop(key, None)
 
@@ -152,8 +152,8 @@ class Outliers(Generic[Key]):
             self._eject(key, record, cause, f"{share:.0%} of its answers are failures, the last: {why}")
 
     def is_doubted(self, key: Key) -> bool:
-        """Whether another instance is to be asked after this one refused a request, which may be the request's fault.
-        So it is if it has refused several in a row and nobody has confirmed that, or if it is on trial."""
+        """True if another instance should be asked after this one refused a request: it is on trial, or has refused
+        several in a row without confirmation."""
         record = self._of(key)
         record.num_refused += 1
         return record.num_refused > self._limits.trusted_refusals or record.state is _State.TRIAL
@@ -163,7 +163,7 @@ class Outliers(Generic[Key]):
         self._of(key).num_refused = 0
 
     def broken(self, key: Key, why: str) -> None:
-        """Notes that an instance failed with the gateway's own request, which is nobody else's fault."""
+        """Notes that an instance failed the gateway's own request, which proves its fault."""
         self._eject(key, self._of(key), Cause.ERRORS, why)
 
     def slow(self, key: Key, why: str) -> None:
@@ -173,7 +173,7 @@ class Outliers(Generic[Key]):
         self._eject(key, self._of(key), Cause.SILENCE, why)
 
     def moved(self, key: Key) -> None:
-        """Notes that something came from an instance: it is not silent any more."""
+        """Notes that an instance has sent something."""
         ejection = self._out.get(key)
         if ejection is not None and ejection.cause is Cause.SILENCE:
             self._admit(key, _State.IN)
@@ -181,7 +181,7 @@ class Outliers(Generic[Key]):
     # The way back
 
     def due(self) -> list[Key]:
-        """Instances whose time is over. Each is to be asked whether it takes a request, and `asked` told."""
+        """Instances whose ejection is over. The caller asks each if it takes a request and calls `asked`."""
         now_s = self._clock()
         found = [key for key in self._out if self._records[key].state is _State.OUT]
         found = [key for key in found if self._records[key].until_s <= now_s]
@@ -190,7 +190,7 @@ class Outliers(Generic[Key]):
         return found
 
     def asked(self, key: Key, *, takes: bool | None) -> None:
-        """Notes if it `takes` a request; None: it could not be asked, for no fault of its own, and is due again."""
+        """Notes if an instance `takes` a request; None if it could not be asked, so that it is due again."""
         record = self._records.get(key)
         if record is None or record.state is not _State.ASKED:
             return
@@ -236,14 +236,14 @@ class Outliers(Generic[Key]):
         self._out[key] = Ejection(cause, why, now_s)
 
     def _may_eject(self) -> bool:
-        """Whether one more of those that can be reached may go. The others are no part of the fleet: after a while of
-        crashes and new addresses they may be most of what is known."""
+        """True if another instance that can be reached may be ejected. Unreachable ones do not count as fleet: after
+        crashes and changes of address they may be the majority."""
         num_unreachable = sum(ejection.cause is Cause.UNREACHABLE for ejection in self._out.values())
         allowed = math.floor(self._limits.max_ejected * (self._size() - num_unreachable))
         return len(self._out) - num_unreachable < allowed
 
     def _begin(self, record: _Record) -> None:
-        """Begins an ejection, longer with every one, and not the same for all gateways."""
+        """Begins an ejection, longer each time, with a random part that differs between gateways."""
         limits = self._limits
         length_s = min(limits.longest_ejection_s, limits.ejection_s * 2.0**record.num_ejections)
         record.num_ejections += 1
@@ -273,7 +273,7 @@ class _Mean:
 
 
 class Pace(Generic[Key]):
-    """How long each instance takes from one part of a stream to the next, in seconds: an exponential mean."""
+    """The exponential mean of the time between two parts of a stream, in seconds, by instance."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -291,7 +291,7 @@ class Pace(Generic[Key]):
         self._means.pop(key, None)
 
     def slow_among(self, keys: Iterable[Key]) -> dict[Key, str]:
-        """Instances ten times slower than the median of at least three that stream now, and in what numbers."""
+        """Instances ten times slower than the median of at least three that stream now, with the numbers."""
         now_s = self._clock()
         means = {key: mean for key in keys if (mean := self._means.get(key)) is not None}
         recent = {

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every path but completions and chats: the answer is handed on as it comes.
 
-An answer in one piece is tried elsewhere until it is whole. An event stream is handed on in whole events; when its
-engine is lost after the first of them it ends with an error in the form of its API, as what is left of it could be
-asked for in no other way.
+An answer in one piece is tried elsewhere until it is whole. An event stream is handed on in whole events; if its engine
+is lost after the first of them, it ends with an error in the form of its API.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from llumsched.request import Request
 _LAST: Final = re.compile(
     rb"(?:^|[\r\n])(?:data:\s*\[DONE\]|event:\s*(?:error|message_stop|response\.(?:completed|failed|incomplete))\b)"
 )
-"""An event after which a stream may end, in any of the forms."""
+"""Events after which a stream may end, in all APIs."""
 _SEQUENCE_NUMBER: Final = re.compile(rb'"sequence_number":\s*([0-9]+)')
 
 
 _MOST_RENAMED_BYTES: Final = 4 << 20
-"""Longest answer in one piece in which ids are replaced: of a longer one the client gets the engine's. Its end is read
-on the event loop, in 10 ms."""
+"""Longest answer in one piece in which ids are replaced, within 10 ms on the event loop; a longer one keeps the
+engine's."""
 _PARDONED: Final = frozenset((403, 404))
-"""The path is not there, or switched off: instances may differ in version and flags."""
+"""Refusals because the path is missing or disabled: instances may differ in version and flags."""
 
 
 class Passing(Attempts):
@@ -49,7 +48,7 @@ class Passing(Attempts):
         self._last = b""
         """The last events of a stream that the client got."""
         self._end_by_engine: End | None = None
-        """An engine's own error, which ended the stream."""
+        """An engine's own error that ended the stream."""
         self._usage = sse.Usage()
         self._is_released = False
 
@@ -64,13 +63,14 @@ class Passing(Attempts):
         return backend is not self._owner and super()._is_doubtful(status, backend)
 
     def _release(self, placed: Placed, *, completed: bool) -> None:
-        """Releases the place as not completed: where a path gives the engine no work, its status tells nothing."""
+        """Releases the place as not completed: on a path without work for the engine, its status does not show the
+        request."""
         if not self._is_released:
             super()._release(placed, completed=False)
         self._is_released = False
 
     def _renamed(self, content: bytes, backend: Backend) -> bytes:
-        """An engine's words, with the ids of responses that clients know."""
+        """Replaces the engine's ids of responses by those that clients know."""
         if self._stored is not None:
             content = content.replace(self._stored.own.encode(), self._stored.shown.encode())
         if self._own_response and self._own_response.encode() in content:
@@ -123,7 +123,7 @@ class Passing(Attempts):
         return await self._end(self._renamed(rest, placed.backend))
 
     async def _ended(self, ended: Ended, chunk: bytes, call: Call) -> None:
-        """Takes an engine's own end. Raises StreamLost for an abort, and for what the client need not see."""
+        """Handles an engine's own end. Raises StreamLost for an abort, and for errors that the client need not see."""
         if ended.end is End.REFUSED or (self._last and ended.end is not End.ABORT):
             self._end_by_engine = ended.end
             return

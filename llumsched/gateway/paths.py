@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every path of vLLM's HTTP front end, and what the gateway does with it. Pure.
+"""All paths of vLLM's HTTP front end, and what the gateway does with each. Pure.
 
-An allow-list: a path that is not in it is answered with an error that names it. So a new vLLM cannot bring an
-operators' endpoint into everybody's reach, and a test says which of its routes are missing here.
+They are an allow-list: other paths get an error that names them. So a new vLLM cannot expose an endpoint for operators,
+and a test lists its routes that are missing here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from llumsched.gateway.chats.form import Form
 
 class Kind(Enum):
     CONTINUED = auto()
-    """Placed by its body's model; a stream goes on elsewhere if its engine is lost."""
+    """Placed by its body's model; a stream continues elsewhere if its engine is lost."""
     PLACED = auto()
-    """Placed by its body's model, and passed as it is."""
+    """Placed by its body's model and passed unchanged."""
     STICKY = auto()
-    """Passed to the one instance that has what its path names."""
+    """Passed to the one instance that has the named resource."""
     OWN = auto()
     """Answered by the gateway."""
     REFUSED = auto()
@@ -31,14 +31,14 @@ class Kind(Enum):
 
 
 class Work(Enum):
-    """Who does the work of an answer, and so what it proves."""
+    """The process that does the work of an answer, and is thus proven to be alive by it."""
 
     TOKENS = auto()
-    """The engine core's, a token at a time."""
+    """The engine core, token by token."""
     BATCH = auto()
-    """The engine core's, in one piece."""
+    """The engine core, in one piece."""
     TEXT = auto()
-    """The API server's alone: no engine core is needed."""
+    """The API server alone."""
 
 
 class Style(Enum):
@@ -57,17 +57,17 @@ class Path:
     work: Work = Work.TOKENS
     style: Style = Style.OPENAI
     form: Form = Form.OTHER
-    """Where the body holds its prompt."""
+    """Place of the prompt in the body."""
     is_form: bool = False
-    """Whether the body is a multipart form."""
+    """True if the body is a multipart form."""
     keeps_answers: bool = False
-    """Whether a client may ask for the answer again, by its id."""
+    """True if a client may ask for the answer again by its id."""
     may_rest: bool = False
-    """Whether a stream may be silent while the API server calls a tool."""
+    """True if a stream may be silent while the API server calls a tool."""
     is_played: bool = False
     """True if clients use an answer in one piece while it comes."""
     why: str = ""
-    """The reason why it is refused, or cannot be passed."""
+    """The reason why it is refused or cannot be passed."""
 
 
 _TOKENS: Final = Path(Kind.PLACED)
@@ -161,10 +161,10 @@ PATHS: Final[Mapping[str, Path]] = {
         _TELLS,
     ),
 }  # fmt: skip
-"""All paths, as vLLM 0.32 writes them; `/v1/audio/speech` is vllm-omni's."""
+"""All paths, as in vLLM 0.32; `/v1/audio/speech` is vllm-omni's."""
 
 _NAME: Final = re.compile(r"(?!\.\.?$)[A-Za-z0-9._:@=-]{1,256}", re.ASCII)
-"""A name in a path: no character that is another one in a URL, and no step. What matches is passed on as it is."""
+"""A name in a path, without characters that URLs escape and without `..`. A match is passed on unchanged."""
 _TEMPLATES: Final = tuple(
     (re.compile(re.sub(r"\\{\w+\\}", "(.+)", re.escape(path))), one) for path, one in PATHS.items() if "{" in path
 )
@@ -173,16 +173,16 @@ _TEMPLATES: Final = tuple(
 class Found(NamedTuple):
     path: Path
     name: str = ""
-    """Name of the response or model in the path; a model's name may be any text."""
+    """The response or model named by the path; a model's name may be any text."""
 
 
 def is_name(text: str) -> bool:
-    """Whether a text may stand in a path for what is named there."""
+    """True if the text may stand for such a name in a path."""
     return _NAME.fullmatch(text) is not None
 
 
 def find(path: str) -> Found | None:
-    """What a path is, and what it names. `path`: decoded, without the query."""
+    """The path's entry and the name in it. `path` is decoded and without the query."""
     if (one := PATHS.get(path)) is not None:
         return None if "{" in path else Found(one)
     for pattern, one in _TEMPLATES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instance takes a request."""
+"""The choice of an instance for a request."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ class Placed:
     asked: Request
     backend: Backend
     answer: SchedulerAnswer | None = None
-    """The scheduler's answer, for /release and /report; None if another has placed it."""
+    """The scheduler's answer, for /release and /report; None if it was placed without one."""
     is_fallback: bool = False
-    """Whether the scheduler was away."""
+    """True if no scheduler answered."""
     waited_s: float = 0.0
-    """Time of waiting for the scheduler, or for an instance."""
+    """Time spent waiting for the scheduler or for an instance."""
     predicted: Predicted = NOTHING_PREDICTED
     dp_rank: int | None = None
-    """Rank of the engine among several data-parallel ones behind that API server, by its own count."""
+    """The data-parallel rank to use behind that API server, by its own count."""
 
 
 class Placement(ABC):
-    """What a placement is told need not be of use to it."""
+    """The interface of a placement. An implementation may ignore what it is told."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests for which no instance was free when they asked first."""
+        """Requests that had to wait for an instance."""
         return 0
 
     def block_size(self, model: str) -> int:
-        """Tokens of the blocks of a prompt by whose names places are chosen; 0: nobody asks for names."""
+        """Tokens per block for the names of a prompt's blocks; 0 if they are not needed."""
         return 0
 
     @abstractmethod
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = (), key: str = ""
     ) -> Placed:
-        """A place at none of `excluded`, and at one of `shunned` only if there is no other; `key` is the name of the
-        client's key. Raises InvalidRequest, UnknownModel, NoInstance after a bounded wait, or Overloaded if too many
-        wait already."""
+        """Chooses an instance outside of `excluded`, and one of `shunned` only if there is no other; `key` is the name
+        of the client's key. Raises InvalidRequest, UnknownModel, NoInstance after a bounded wait, or Overloaded if too
+        many are waiting."""
 
     @abstractmethod
     async def refusal(self) -> str:
-        """The reason why no request would be placed now; empty if one would, of whatever model."""
+        """The reason why no request could be placed now; empty if one could."""
 
     def begun(self, placed: Placed) -> None:
-        """Notes that the first token has come. Does not wait."""
+        """Notes the first token. Does not block."""
         return
 
     def release(self, placed: Placed, *, completed: bool) -> None:
-        """Notes that the request has ended there. `completed`: the engine came to an end with it. Does not wait."""
+        """Notes that the request has ended there. `completed`: the engine finished it. Does not block."""
         return
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
-        """Notes which requests run, and how many tokens each has, prompt and output. Does not wait."""
+        """Notes the running requests, with their tokens of prompt and output. Does not block."""
         return
 
     def attained(self, by_model: Mapping[str, Tally]) -> None:
-        """Notes how many requests of each model have met their objectives so far, for people to see. Does not wait."""
+        """Notes how many requests of each model met their objectives so far, for display. Does not block."""
         return
 
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
-        """Notes all instances to which nothing is sent now, and why, for others to know. Does not wait."""
+        """Notes the instances that get nothing now, and why, for other gateways. Does not block."""
         return
 
     async def learn(self) -> None:
-        """Makes all instances known that can be known, for `/v1/models` and for when nobody can be asked."""
+        """Learns all instances, for `/v1/models` and for times without a scheduler."""
         return
 
     async def close(self) -> None:
@@ -84,7 +84,7 @@ class Placement(ABC):
 
 
 class RoundRobin(Placement):
-    """Placement over the instances known here, in turn. Asks nobody."""
+    """Placement over the known instances in turn, without a scheduler."""
 
     def __init__(self, backends: Backends) -> None:
         self._backends = backends

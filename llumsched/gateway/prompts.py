@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a request's prompt has, and the names of its blocks. Pure.
+"""The number of tokens of a request's prompt, and the names of its blocks. Pure.
 
-Token-id prompts are counted as they are; several prompts count together. Chats are rendered as vLLM renders them
-(`chats`). Without a tokenizer the count is an estimate: a token per four bytes of text. A client's own chat template is
-never rendered, nor does a client replace parameters of the rendering: such a chat is counted by its texts, and the
-engine says whether it takes it.
+Token-id prompts are counted exactly; several prompts count together. Chats are rendered as vLLM renders them (`chats`).
+Without a tokenizer the count is an estimate: a token per four bytes of text. A client's own chat template or rendering
+parameters are never applied: such a chat is estimated from its texts.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from llumsched.request import MOST_PROMPT_BLOCKS
 
 _BYTES_PER_TOKEN: Final = 4
 _TOKENS_AROUND_MESSAGE: Final = 4
-"""Tokens of role and delimiters, where there is no chat template to tell."""
+"""Tokens of role and delimiters, where there is no chat template."""
 MOST_ENCODED_CHARACTERS: Final = 1 << 18
-"""Characters of which each is encoded: a quarter of a second. The rest of a longer text is taken to be like them."""
+"""Characters that are encoded: a quarter of a second. The rest of a longer text is extrapolated."""
 
 _MOST_VALUES: Final = 10_000
-"""Values that are looked at: some milliseconds. What is beyond does not count."""
+"""Values that are looked at, within some milliseconds; the rest does not count."""
 _NO_TEXT: Final = frozenset(
     ("model", "audio", "data", "file_data", "format", "id", "image", "image_url", "input_audio", "metadata", "role",
      "type", "url", "user", "video_url")
@@ -33,23 +32,23 @@ _DATA_URL: Final = "data:"
 
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
-        """Token ids of a text. `special`: with the tokens that the model has around a text."""
+        """Token ids of a text. `special`: with the tokens that the model puts around a text."""
         ...
 
     def render(self, document: Mapping[str, Any], form: Form) -> str | None:
-        """A chat by the model's own template; None if it cannot be rendered here."""
+        """Renders a chat with the model's own template; None if that is impossible here."""
         ...
 
     @property
     def reserved(self) -> frozenset[str]:
-        """Names that are no variables of a template, but parameters of its rendering."""
+        """Names of rendering parameters, which a client may not set as variables."""
         ...
 
 
 class Counted(NamedTuple):
     num_tokens: int
     token_ids: Sequence[int] = ()
-    """Of the one prompt, as far as they are known: of a long text, the first ones."""
+    """Token ids of the only prompt, as far as they are known: of a long text, the first ones."""
 
 
 def estimate(document: Mapping[str, Any], form: Form = Form.OPENAI) -> int:
@@ -87,7 +86,8 @@ def _are_ids(prompt: Any) -> TypeGuard[list[int]]:
 
 
 def blocks(document: Mapping[str, Any], token_ids: Sequence[int], block_size: int) -> bytes:
-    """Names of the prompt's first full blocks (`contract.block_hashes`), without what the engine would cut off."""
+    """Names of the prompt's first full blocks (`contract.block_hashes`), without tokens that the engine would cut
+    off."""
     if block_size < 1 or document.get("truncate_prompt_tokens") is not None:
         return b""
     salt = document.get("cache_salt")
@@ -106,7 +106,7 @@ def _rendered(tokenizer: Tokenizer, document: Mapping[str, Any], form: Form) -> 
 
 
 def _are_variables(given: Any, reserved: frozenset[str]) -> bool:
-    """Whether these are scalars, by names that are the template's own: all that a client may tell it."""
+    """True if a client's variables are scalars under names of the template's own."""
     return isinstance(given, dict) and all(
         name not in reserved and isinstance(value, str | int | float | bool | None) for name, value in given.items()
     )
@@ -129,15 +129,15 @@ def _text(tokenizer: Tokenizer | None, text: Any) -> int:
 
 
 def of_bytes(num_bytes: int) -> int:
-    """Tokens, as far as the length alone tells."""
+    """Estimates tokens from a length in bytes."""
     return -(-num_bytes // _BYTES_PER_TOKEN)
 
 
 def rough_number(document: Any) -> int:
-    """Tokens of a body whose form is not known: one per four bytes of text, and one per number of a list of numbers.
+    """Estimates the tokens of a body of unknown form: one per four bytes of text and one per number of a list.
 
-    Images and audio count nothing: how many tokens they take is the model's to say, and too many would be refused by
-    schedulers that look for room.
+    Images and audio count as nothing, since an estimate that is too high would be refused by schedulers that look for
+    room.
     """
     num_bytes = num_numbers = num_seen = 0
     to_see = [document]
@@ -157,7 +157,7 @@ def rough_number(document: Any) -> int:
 
 
 def _texts(messages: Any) -> Sequence[str]:
-    """Texts of messages in OpenAI's form; what has another form has no texts."""
+    """Texts of messages in OpenAI's form, and no others."""
     texts = []
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None

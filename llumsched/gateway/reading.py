@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of `reading_process`, seen from the gateway: a pool of them, each with one job at a time."""
+"""The gateway's side of `reading_process`: a pool of processes with one job each at a time."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from llumsched.gateway.frames import CLOCK_PER_CPU, Answer, Job, Settings
 
 _log = logging.getLogger(__name__)
 _LEAST_LIFE_S: Final = 5.0
-"""Least time between two starts of all processes."""
+"""Shortest time between two starts of all processes."""
 _NOT_STARTED: Final = "the processes that count tokens end at their start"
 _END_S: Final = 2.0
 _GRACE_S: Final = 5.0
 _CLOCK_PER_CPU: Final = 2 * CLOCK_PER_CPU
-"""A worker ends itself after half of that: one that has not is stopped, or runs no more."""
+"""Factor on the clock time of a job. A worker ends itself after half of that, so one that has not is stopped."""
 
 
 class Unavailable(Exception):
-    """No process was free in time, or none is there."""
+    """Raised if no process was free in time, or none runs."""
 
 
 class _Worker(asyncio.Protocol):
-    """The gateway's end of one socket pair. It is free once its host has said that it is ready, and after the last
-    answer to each job, whether or not somebody still waits for that."""
+    """The gateway's end of a socket pair. It is free after its host's greeting and after the last answer to each
+    job."""
 
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
@@ -47,7 +47,7 @@ class _Worker(asyncio.Protocol):
         self._job: asyncio.Future[Answer] | None = self.ready
 
     async def answer(self, job: Job, content: bytes | bytearray) -> Answer:
-        """The best answer that the process, which is free, comes to."""
+        """The best answer of the process, which must be free."""
         self._best = None
         answer = self._job = asyncio.get_running_loop().create_future()
         self._transport.write(frames.job_head(job, len(content)))
@@ -87,8 +87,8 @@ class _Worker(asyncio.Protocol):
 
 
 class Readers:
-    """A pool of processes, started by the first job, or before; started again if they end. `memory_bytes`: for each, in
-    addition to what it has when it begins."""
+    """A pool of processes, started by the first job or before, and again if they end. `memory_bytes`: limit for each
+    beyond its size at the start."""
 
     def __init__(self, tokenizers: dict[str, str], chat_template: str, num_processes: int, memory_bytes: int) -> None:
         self._settings = Settings(tokenizers, chat_template, memory_bytes, [])
@@ -102,14 +102,14 @@ class Readers:
         self._is_ready = False
 
     async def start(self) -> None:
-        """Starts the processes. Raises ValueError if a tokenizer cannot be loaded."""
+        """Raises ValueError if a tokenizer cannot be loaded."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._starting)
 
     async def run(self, job: Job, content: bytes | bytearray, wait_s: float) -> Answer:
-        """The answer to a job. Raises Unavailable if no process is free within `wait_s`."""
+        """Runs a job. Raises Unavailable if no process is free within `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._start_again()
@@ -196,7 +196,7 @@ class Readers:
         self._free.append(worker)
 
     def lost(self, worker: _Worker) -> None:
-        """Ends all processes; the next job has them started anew."""
+        """Ends all processes; the next job starts them again."""
         if worker in self._workers:
             if self._is_ready:
                 _log.warning("the processes that read large requests and count tokens have ended")
@@ -211,7 +211,7 @@ class Readers:
             _kill_group(self._process)
 
     async def _end(self) -> None:
-        """Ends the host after its workers, which is what leaves no zombies."""
+        """Ends the host after its workers, so that it can reap them."""
         process, self._process = self._process, None
         is_ready, self._is_ready = self._is_ready, False
         self._kill()

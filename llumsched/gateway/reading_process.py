@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that read and count what clients wrote, out of the gateway's own.
+"""The processes that read and count clients' bodies.
 
-    gateway ---socket pair for each---> worker, forked
+gateway ---socket pair for each---> worker, forked
        `-------starts-----------------> host: loads the tokenizers, forks the workers, forks another if one ends
 
-A worker has limits that the kernel keeps: CPU time for each job (SIGPROF), four times as much by the clock (SIGALRM),
-and memory (RLIMIT_AS). What goes wrong ends it; the host then answers in its place. All end with the gateway, as their
+The kernel limits each worker: CPU time per job (SIGPROF), four times as much clock time (SIGALRM), and memory
+(RLIMIT_AS). A worker that exceeds a limit ends, and the host answers in its place. All end with the gateway, as their
 sockets do.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llumsched.gateway.model_tokenizer import ModelTokenizer
 
 _MOST_TOLD_CHARACTERS: Final = 256
-"""Characters told of a field of the head that is of no known size."""
+"""Largest text of a field of the head that is sent back."""
 _TOLD_NUMBERS: Final = range(-(1 << 63), 1 << 64)
 _ENDED: Final = Answer(is_last=True)
 
@@ -108,7 +108,7 @@ def _work(connection: socket.socket, tokenizers: dict[str, ModelTokenizer]) -> N
 
 
 def _limit(cpu_s: float) -> None:
-    """Limits the time of a job; 0: no limit."""
+    """Limits the CPU time of a job; 0 is no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, cpu_s * CLOCK_PER_CPU)
 
@@ -133,7 +133,7 @@ def _read(content: bytearray) -> Answer:
 
 
 def _short(head: Head) -> Head:
-    """The head, in which what may be of any size, or is too large for msgpack, is only told to be there."""
+    """Shortens the head: fields that may be of any size, or too large for msgpack, are only marked as present."""
 
     def told(value: Any) -> Any:
         if isinstance(value, list | dict) or (isinstance(value, int) and value not in _TOLD_NUMBERS):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are refused before an exchange begins, and connections that never become one: one place that answers,
-counts and logs them.
+"""Requests refused before an exchange begins, and connections that never become one: answered, counted and logged here.
 
-What a client sent is quoted nowhere, as it may hold a key. What cannot even be read has no line in the access log, but
-one in the log, with the client's address, and at most one in ten seconds.
+Clients' words are never quoted, as they may hold a key. Unreadable requests are not in the access log; the log has a
+line with the client's address, at most once in ten seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Refusals:
         self._num_untold = 0
 
     def answer(self, request: web.BaseRequest, error: GatewayError, key: str = "") -> web.Response:
-        """The answer to a request that is refused. `key`: the name of the API key that it showed."""
+        """Answers a refused request. `key` is the name of its API key."""
         found = find(request.path)
         own_id = request_id.chosen(request.headers.get("X-Request-Id"))
         self._metrics.refusals.labels(error.status).inc()
@@ -43,7 +42,7 @@ class Refusals:
         return failure(error, own_id, found.path.style if found else Style.OPENAI)
 
     def unreadable(self, peer: str, error: GatewayError) -> web.Response:
-        """The answer to what cannot be read, after which its connection ends."""
+        """Answers an unreadable request, whose connection then ends."""
         self._metrics.refusals.labels(error.status).inc()
         self._tell(peer, f"status {error.status}: {error}")
         response = failure(error, "")
@@ -51,7 +50,7 @@ class Refusals:
         return response
 
     def head_too_large(self, peer: str, limit: int) -> bytes:
-        """`unreadable` as bytes, for a head that is not read to its end."""
+        """The same as bytes, for a head that is not read to its end."""
         error = errors.HeadTooLarge(f"The request's head has more than {limit} bytes.")
         self.unreadable(peer, error)
         body = errors.body(error)
@@ -61,7 +60,7 @@ class Refusals:
         )
 
     def no_tls(self, peer: str, reason: str) -> None:
-        """Notes a connection whose TLS handshake failed. `reason`: OpenSSL's word for it."""
+        """Notes a failed TLS handshake. `reason` is OpenSSL's word."""
         self._metrics.tls_failures.inc()
         self._tell(peer, f"TLS handshake: {reason}")
 

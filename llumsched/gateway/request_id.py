@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names under which client, gateway, scheduler and engine know a request."""
+"""The ids of a request at client, gateway, scheduler and engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import re
 
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@=-]{0,127}", re.ASCII)
-"""Ids without white space, slash and `+`: they end up in logs, URLs, and other tools' id syntax."""
+"""Ids without white space, slash and `+`, for logs, URLs and other tools."""
 
 
 def chosen(*wishes: object) -> str:
-    """The first sane wish, or a new one."""
+    """The first valid wish, or a new id."""
     for wish in wishes:
         if isinstance(wish, str) and _SANE.fullmatch(wish):
             return wish
@@ -19,13 +19,13 @@ def chosen(*wishes: object) -> str:
 
 
 class RequestIds:
-    """Gives each request in flight an id of its own; a client that uses one twice at a time gets a suffix upstream."""
+    """Gives each request in flight its own id. A client's id that is in use gets a suffix upstream."""
 
     def __init__(self) -> None:
         self._in_flight: set[str] = set()
 
     def take(self, *wishes: object) -> tuple[str, str]:
-        """The id told to the client, `chosen` of the wishes, and the one told to scheduler and engine."""
+        """The id for the client, `chosen` from the wishes, and the id for scheduler and engine."""
         own = shown = chosen(*wishes)
         while own in self._in_flight:
             own = f"{shown}-{os.urandom(4).hex()}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement by the scheduler; round robin over the instances it has named so far while it is away."""
+"""Placement by the scheduler, or in turn over the instances it has named while no scheduler answers."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from llumsched.request import Request
 
 _log = logging.getLogger(__name__)
 COMPLAINT_TTL_S = 15.0
-"""Time after which a scheduler forgets what a gateway complained of."""
+"""Seconds after which a scheduler forgets a gateway's complaints."""
 _MOST_WHY_CHARACTERS = 500
 _PREFILL_REPORT_S = 0.02
-"""Time that reports of first tokens wait for others, to go together."""
+"""Time for which reports of first tokens are collected."""
 
 
 class Scheduler(Protocol):
-    """What is needed of `scheduler_client.SchedulerClient`, and documented there."""
+    """The interface used of `scheduler_client.SchedulerClient`, documented there."""
 
     async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer: ...
 
@@ -89,9 +89,9 @@ class Scheduled(Placement):
         self._begun: dict[str, tuple[Address, Report]] = {}
         """Reports that go soon, by request."""
         self._is_told = False
-        """True if it has been logged that late requests are not refused."""
+        """True once it was logged that late requests are not refused."""
         self._block_sizes: dict[str, int] = {}
-        """Sizes of the blocks that the scheduler wants named, by models that it has placed."""
+        """The block sizes that the scheduler wants named, by model."""
 
     def block_size(self, model: str) -> int:
         return self._block_sizes.get(model, 0)
@@ -143,7 +143,7 @@ class Scheduled(Placement):
     async def _place(
         self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend], started_s: float
     ) -> Placed:
-        """A place, by whoever can tell one. Raises NoEndpoint, UnknownModel, NoInstance."""
+        """Chooses an instance by the scheduler or without it. Raises NoEndpoint, UnknownModel, NoInstance."""
         named = {*excluded, *shunned}
         try:
             placed = await self._scheduled(asked, named, started_s)
@@ -167,7 +167,7 @@ class Scheduled(Placement):
         return await self._without_scheduler(asked, excluded, shunned)
 
     async def _scheduled(self, asked: Request, excluded: Collection[Backend], started_s: float) -> Placed:
-        """A place by the scheduler, elsewhere than at `excluded` if it knows of one."""
+        """Asks the scheduler for an instance outside of `excluded`, if it knows one."""
         answer = await self._client.schedule(
             SchedulingRequest(
                 **asdict(asked),
@@ -180,7 +180,7 @@ class Scheduled(Placement):
     async def _without_scheduler(
         self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend]
     ) -> Placed:
-        """A place in turn. Raises NoEndpoint while no instance is known: the scheduler may answer in time."""
+        """Chooses an instance in turn. Raises NoEndpoint while none is known, as the scheduler may answer in time."""
         try:
             placed = await self._fallback.place(asked, excluded, shunned)
         except NoInstance as reason:
@@ -204,7 +204,7 @@ class Scheduled(Placement):
         return Placed(asked, backend, answer, waited_s=took_s, predicted=_predicted(result), dp_rank=rank)
 
     def _warn_of_lateness(self) -> None:
-        """Says once if what was set for late requests is of no use with the scheduler's policy."""
+        """Warns once if the settings for late requests have no effect with the scheduler's policy."""
         if self._config.lateness and not self._is_told:
             self._is_told = True
             _log.warning(
@@ -214,7 +214,7 @@ class Scheduled(Placement):
             )
 
     def release(self, placed: Placed, *, completed: bool) -> None:
-        """Releases what the engine's own status does not tell of: in full mode that is only what it did not take."""
+        """Releases what the engine's status does not show: in full mode only requests that it did not take."""
         if placed.answer is not None and (not completed or not self._config.full_mode):
             self._begun.pop(placed.asked.id, None)
             self._client.release(placed.answer)
@@ -282,7 +282,7 @@ class Scheduled(Placement):
             self._backends.at(address)
 
     async def refusal(self) -> str:
-        """The scheduler's, if it says; even if it would place requests, an instance that is known is to be well."""
+        """The scheduler's refusal, if it has one; otherwise a known instance must be healthy."""
         said = await self._client.refusal()
         if said is None or (not said and len(self._backends)):
             return await self._fallback.refusal()
@@ -294,7 +294,7 @@ class Scheduled(Placement):
 
 
 def _predicted(result: Iterable[LLMInstance]) -> Predicted:
-    """What is predicted of a request at its places: its first token where its prompt is computed, the others last."""
+    """The prediction for a request: its first token where its prompt is computed, the others at the last place."""
     ttft_ms = [one.predicted_ttft for one in result if not isinstance(one.predicted_ttft, UnsetType)]
     tpot_ms = [one.predicted_tpot for one in result if not isinstance(one.predicted_tpot, UnsetType)]
     cached = [one.cached_tokens for one in result if not isinstance(one.cached_tokens, UnsetType)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's HTTP API, seen from the gateway: one of several schedulers is asked, the next one if it fails.
+"""The gateway's client for the HTTP API of several schedulers: one is asked, and the next one if it fails.
 
-Schedulers know nothing of each other: what becomes of a request is told to the one that placed it.
+Schedulers know nothing of each other, so reports of a request go to the scheduler that placed it.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from llumsched.tls import client_context
 
 _log = logging.getLogger(__name__)
 _AWAY_S: Final = 1.0
-"""Least time for which a scheduler that failed a request is left alone."""
+"""Shortest time for which a scheduler that failed a request is not asked."""
 _ASK_AGAIN_S: Final = 3.0
-"""Time after a failed request after which one request asks a scheduler again that answers probes alone."""
+"""Time after a failed request after which one request asks a scheduler again that answers only probes."""
 _PROBE_S: Final = 0.3
 """Time between two probes of each scheduler."""
 _PROBE_LIMIT_S: Final = 0.6
 _MOST_SILENT: Final = 2
-"""Probes in a row without an answer after which a scheduler hangs: this process may have stood still during one."""
+"""Unanswered probes in a row after which a scheduler counts as hung; this process may have stood still during one."""
 _RELEASE_TRIES: Final = 3
 _RELEASE_PAUSE_S: Final = 0.5
 _RELEASES_AT_ONCE: Final = 256
 _MOST_RELEASES: Final = 100_000
-"""Releases that wait to be told: some 30 MB. The scheduler forgets what it is not told by itself, much later."""
+"""Largest number of releases that wait to be sent, some 30 MB. Schedulers forget unreleased requests in time."""
 _CLIENT_TIMEOUT_S: Final = 3.0
 _LATE_S: Final = 30.0
-"""Time for which an answer to a request for a place may still come after nobody waits for it any more."""
+"""Time for which an abandoned request for a place may still be answered."""
 _MOST_ABANDONED: Final = 1000
 _SHORT: Final = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
 _READY_S: Final = 1.0
@@ -70,38 +70,38 @@ _WARMING: Final = b"warming"
 
 
 class SchedulerAway(Exception):
-    """No scheduler gave an answer that can be used."""
+    """Raised if no scheduler gave a usable answer."""
 
 
 class SchedulerWarming(Exception):
-    """The scheduler is there, and does not know enough of the cluster yet."""
+    """Raised while the scheduler does not know enough of the cluster yet."""
 
 
 class NoEndpoint(Exception):
-    """The scheduler has no instance that would take the request now."""
+    """Raised if no instance would take the request now."""
 
 
 class NotInTime(NoEndpoint):
-    """It has one for a request that may not wait; its objectives would be missed there."""
+    """Raised if the request would miss its objectives and may not wait."""
 
 
 class ModelAway(NoEndpoint):
-    """No instance serves the model now, which is known all the same."""
+    """Raised if no instance serves a known model now."""
 
 
 class NotScheduled(Exception):
-    """The scheduler is there and does not place this request: it knows no instance at all, or none that the prompt
-    fits. An engine will say what is wrong."""
+    """Raised if the scheduler does not place this request: it knows no instance, or the prompt fits none. The engine's
+    answer will give the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAnswer:
-    """The place at which one of the schedulers has placed a request."""
+    """The place that a scheduler chose for a request."""
 
     scheduler: Address
     request: SchedulingRequest
     result: list[LLMInstance]
-    """Instances; one at least."""
+    """One or more instances."""
 
 
 class SchedulerClient:
@@ -116,16 +116,16 @@ class SchedulerClient:
         }
         self._in_turn = list(self._schedulers.values())
         self._current = random.randrange(len(self._in_turn)) if self._in_turn else 0
-        """Number of the scheduler that answered last. Gateways begin with different ones."""
+        """Index of the scheduler that answered last. Gateways begin with different ones."""
         self.is_away = False
-        """Whether none of the schedulers answered."""
+        """True if no scheduler answered."""
         self._abandoned: set[asyncio.Task[tuple[int, bytes]]] = set()
         """Requests for a place that nobody waits for any more."""
         self._refusal: str | None = None
         self._refusal_s = -float("inf")
 
     async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
-        """The place of a request. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel,
+        """Asks for a place. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel,
         InvalidRequest."""
         body = encode(request)
         reason: Exception | None = None
@@ -159,13 +159,13 @@ class SchedulerClient:
         raise SchedulerAway(why)
 
     async def watch(self) -> None:
-        """Probes all schedulers, for ever: no request has to find out that one hangs, or that it is back."""
+        """Probes all schedulers for ever, so that requests need not find out that one hangs or has returned."""
         while True:
             await asyncio.gather(*(scheduler.probe() for scheduler in self._in_turn))
             await asyncio.sleep(_PROBE_S)
 
     async def _ask(self, scheduler: _Scheduler, request: SchedulingRequest, body: bytes) -> tuple[int, bytes]:
-        """The answer. The place that it gives is released if it comes too late, or after the client has left."""
+        """Asks one scheduler. If the answer comes too late, or after the client has left, its place is released."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s + _LATE_S, sock_connect=self._timeout_s)
         asking = asyncio.create_task(scheduler.post("/schedule", body, limit))
         try:
@@ -201,7 +201,7 @@ class SchedulerClient:
         self._in_turn[number].answered()
 
     async def instances(self) -> list[Address]:
-        """The API servers of all instances that the scheduler knows; none if it does not say."""
+        """The API servers of all instances that the scheduler knows; empty if it does not tell."""
         try:
             async with self._in_turn[self._current].get("/instances") as answer:
                 known = decode(await answer.read(), Instances).instances
@@ -210,8 +210,8 @@ class SchedulerClient:
         return [one.endpoint.address for one in known if one.endpoint]
 
     async def refusal(self) -> str | None:
-        """Why the scheduler would place nothing now, empty if it would; None if it does not say, or warms up: then
-        requests go round what is known. A second old."""
+        """The reason why the scheduler would place nothing now, up to a second old; "" if it would. None if it does not
+        tell or is warming up, when requests go round the known instances."""
         now_s = time.monotonic()
         if now_s - self._refusal_s > _READY_S:
             self._refusal_s = now_s
@@ -225,7 +225,7 @@ class SchedulerClient:
         return self._refusal
 
     def release(self, placed: SchedulerAnswer) -> None:
-        """Tells in the background, in order, three times at most. Reports of the request not sent yet are void."""
+        """Reports in the background, in order, with at most three attempts. Drops unsent reports of the request."""
         request = placed.request
         self._schedulers[placed.scheduler].release(
             SchedulingRequest(
@@ -234,18 +234,18 @@ class SchedulerClient:
         )
 
     def report(self, scheduler: Address, reports: Iterable[Report]) -> None:
-        """Tells in the background; of a request that waits to be reported, the newest state. Lost if the scheduler is
-        away: the next report tells it again."""
+        """Reports in the background, the newest state of each request only. Reports are lost if the scheduler is away;
+        the next one repeats the state."""
         self._schedulers[scheduler].report(reports)
 
     def tell(self, path: str, newest: Complaining | Attaining) -> None:
-        """Tells all schedulers in the background, of each path the newest only."""
+        """Tells all schedulers in the background, the newest message of each path only."""
         body = encode(newest)
         for scheduler in self._in_turn:
             scheduler.tell(path, body)
 
     async def close(self) -> None:
-        """Waits for what is to be released, for a few seconds."""
+        """Sends the remaining releases for a few seconds."""
         if self._abandoned:
             _, late = await asyncio.wait(self._abandoned, timeout=_CLIENT_TIMEOUT_S)
             await cancel(*late)
@@ -253,7 +253,7 @@ class SchedulerClient:
 
 
 class _Scheduler:
-    """One scheduler. It is told one thing after another: what was said later never arrives earlier."""
+    """One scheduler. Messages to it are sent one after another and arrive in order."""
 
     def __init__(
         self, address: Address, session: aiohttp.ClientSession, headers: Mapping[str, str], tls: ssl.SSLContext | None
@@ -263,23 +263,23 @@ class _Scheduler:
         self._headers = headers
         self._request = functools.partial(session.request, ssl=tls or True)
         self._reports: dict[str, dict[str, Report]] = {}
-        """Newest report of each kind, by request."""
+        """The newest report of each kind, by request."""
         self._releases: deque[bytes] = deque()
         self._num_dropped = 0
         self._newest: dict[str, bytes] = {}
-        """What takes the place of what was told before, by path, until it is told."""
+        """The newest unsent message, by path."""
         self._telling: asyncio.Task[None] | None = None
         self.answers = True
-        """True if requests ask it, as far as the last probe and the last request tell."""
+        """True if requests ask it, by the last probe and the last request."""
         self.unanswered: asyncio.Task[tuple[int, bytes]] | None = None
-        """The pending `/schedule` call that timed out, though probes are answered. Until it ends, one request every
-        `_ASK_AGAIN_S` asks again, as it may be one connection that is dead."""
+        """The pending `/schedule` call that timed out although probes are answered. Until it ends, one request every
+        `_ASK_AGAIN_S` asks again, as only one connection may be dead."""
         self._takes_trial = False
         self._ask_again_s = -math.inf
         self._left_alone_until_s = -math.inf
         self._num_silent = 0
         self._limits: set[asyncio.Timeout] = set()
-        """Limits of the requests that wait for it."""
+        """Time limits of the requests that wait for it."""
 
     def failed(self) -> None:
         """Notes that it failed a request."""
@@ -291,7 +291,7 @@ class _Scheduler:
         self.answers, self.unanswered, self._takes_trial = True, None, False
 
     def takes_trial(self) -> bool:
-        """True, once, if a request is to find out whether it answers again."""
+        """True, once, if a request should find out whether it answers again."""
         takes, self._takes_trial = self._takes_trial, False
         if takes:
             self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
@@ -299,7 +299,7 @@ class _Scheduler:
 
     @contextmanager
     def waited_for(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Ends the limit as soon as a probe tells that the scheduler hangs."""
+        """Ends the time limit as soon as a probe shows that the scheduler hangs."""
         self._limits.add(limit)
         try:
             yield
@@ -380,7 +380,7 @@ class _Scheduler:
             self._num_dropped = 0
 
     async def _say(self, path: str, body: bytes) -> None:
-        """Tells once, and lets it be lost if the scheduler is away: it is said again."""
+        """Sends once, without a retry: the state is sent again."""
         try:
             await self.post(path, body, _SHORT)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -404,7 +404,7 @@ class _Scheduler:
 
 
 def _result(scheduler: Address, status: int, text: bytes) -> list[LLMInstance]:
-    """The place in an answer. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel,
+    """Reads the place from an answer. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel,
     InvalidRequest."""
     if status == 503 and text.startswith(_WARMING):
         raise SchedulerWarming(text.decode(errors="replace"))

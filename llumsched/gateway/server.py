@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server: which path is answered how, and the life of the process around it."""
+"""The HTTP server of a gateway process: the answer to each path, and the life of the process."""
 
 from __future__ import annotations
 
@@ -55,29 +55,29 @@ from llumsched.gateway.watch import Watch
 
 _log = logging.getLogger(__name__)
 _MODELS_S: Final = 3.0
-"""Least time between two rounds that ask all instances for their models, for those who want to know them."""
+"""Shortest time between two rounds that ask all instances for their models, for clients that want to know."""
 _FIRST_MODELS_S: Final = 1.0
-"""Least time between such rounds while no model is known."""
+"""The same while no model is known."""
 _REFUSALS: Final = {Kind.REFUSED: Forbidden, Kind.CANNOT_PASS: CannotPass}
 _NO_SECRETS: Final = (b"",)
 _IDENTITY: Final = "identity"
 _CODINGS: Final = {"Accept-Encoding": _IDENTITY}
 _BACKLOG = 1024
 _ATTAINMENT_S = 1.0
-"""Least time between two times that schedulers are told how objectives are met."""
+"""Shortest time between two reports of met objectives to schedulers."""
 _ATTAINMENT_AGAIN_S = 10.0
-"""Time after which they are told the same again: one may have come since."""
+"""Time after which an unchanged report is repeated, as a scheduler may be new."""
 _AGAIN_S = 1.0
-"""Time between two times that those are asked which did not answer. They get nothing meanwhile, from no gateway."""
+"""Time between two queries to instances that did not answer. They get no requests meanwhile."""
 _LOOK_S = 0.25
-"""Time between two looks at which instances are avoided."""
+"""Time between two checks of which instances are avoided."""
 
 
 class Gateway:
     """`async with Gateway(config) as gateway`: serves at `gateway.port` until the block ends.
 
-    Raises ValueError for a tokenizer or keys that cannot be loaded, OSError for an address that cannot be bound, or a
-    certificate that is none.
+    Raises ValueError for a tokenizer or keys that cannot be loaded, OSError for an address or a certificate that cannot
+    be used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -172,11 +172,11 @@ class Gateway:
         return server
 
     def leave(self) -> None:
-        """Has the gateway say that it is not ready, and connections end with their answers. It goes on serving."""
+        """Makes /ready answer 503 and connections end with their answers. The gateway continues to serve."""
         self._server.is_leaving = True
 
     async def __aexit__(self, *_: object) -> None:
-        """Accepts no more, lets what runs come to its end for a while, then ends it."""
+        """Stops accepting, waits a while for running requests, then ends them."""
         self._listener.close()
         if self._operators_listener is not None:
             self._operators_listener.close()
@@ -268,14 +268,14 @@ class Gateway:
             self.placement.report_running((placed, exchange.num_tokens) for exchange, placed in running)
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
-        """What all instances serve together."""
+        """The models of all instances."""
         cards = await self._cards(request)
         if not cards and len(self.backends):
             return failure(NoInstance("No instance answers.", retry_after_s=1), "")
         return _json(200, {"object": "list", "data": [cards[name] for name in sorted(cards)]})
 
     async def model(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers with the description of one model."""
+        """The description of one model."""
         name = request.path.removeprefix("/v1/models/")
         if card := (await self._cards(request)).get(name):
             return _json(200, card)
@@ -301,14 +301,14 @@ class Gateway:
         return reason
 
     async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
-        """True if it is ready. Why it is not is nothing for strangers: it names engines."""
+        """Answers if the gateway is ready. Only operators see the reason if it is not, since that names engines."""
         return _ready("not ready" if await self._why_not_ready() else "")
 
     def _observe_load(self) -> None:
         self.metrics.observe_load(self.services.num_in_flight, self.placement.num_waiting, len(self.backends.avoided()))
 
     async def _tell_operators(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The answer to a request at the port for operators."""
+        """Answers a request at the operators' port."""
         if request.method not in ("GET", "HEAD"):
             return self._refusals.answer(request, MethodNotAllowed("GET or HEAD.", headers={"Allow": "GET, HEAD"}))
         if request.path == "/metrics":
@@ -344,7 +344,7 @@ def _json(status: int, document: object) -> web.Response:
 
 
 def _listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A socket that is bound, not yet listening. `shared`: other processes bind the same port."""
+    """A bound socket that does not listen yet. `shared`: other processes bind the same port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

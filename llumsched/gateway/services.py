@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answering a request needs: the parts of the gateway that all requests share, and what is known of this one."""
+"""The parts of the gateway that all requests share, and the received request."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from llumsched.gateway.upstream import Upstream
 _log = logging.getLogger(__name__)
 
 TOLD: Final = web.RequestKey("told", dict[str, str])
-"""Key of a request for the headers that engines last told its origin, should it be answered before one of them is."""
+"""Key of a request for the CORS headers of its answer, until an engine's own are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A request that is to be sent to an engine."""
+    """A request to be sent to an engine."""
 
     request: web.BaseRequest
     body: Body
     record: Record
     own_id: str
-    """The id under which engine and scheduler know the request."""
+    """The id of the request at engine and scheduler."""
     started_s: float
     prompt: Prompt
-    """What is known of its prompt; nothing if nobody asks for that."""
+    """The prompt, as far as it is known and needed."""
     headers: RawHeaders
     """Headers for the engine."""
     stored: Stored | None = None
-    """The response that it is about, or goes on from."""
+    """The response that it names or continues."""
     own_response: str = ""
-    """The id that its response is to have at the engine, if it may be asked for again."""
+    """The id that its response gets at the engine, if it may be asked for again."""
 
     @property
     def target(self) -> str:
-        """Path and query. No path that is passed needs escapes."""
+        """Path and query. The paths that are passed need no escapes."""
         path = self.request.path
         if self.stored is not None:
             path = path.replace(self.stored.shown, self.stored.own)
@@ -61,7 +61,7 @@ class Received:
 
 
 class Bodies:
-    """Bytes of the bodies in flight, of which there may be `most`."""
+    """Bytes of the bodies in flight, `most` at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -78,7 +78,7 @@ class Bodies:
 
 
 class Running(Protocol):
-    """A request that an engine has."""
+    """A request that runs on an engine."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +90,7 @@ class Streamed(Protocol):
     """A request whose client waits for events."""
 
     async def keep_alive(self, since_s: float, now_s: float) -> None:
-        """Send its client a comment if it has got nothing since then."""
+        """Sends its client a comment if it has got nothing since then."""
         ...
 
 
@@ -109,12 +109,12 @@ class Services:
     budget: RetryBudget = field(init=False)
     trials: Trials[Backend] = field(init=False)
     _is_told: bool = False
-    """True if it has been logged that a tokenizer is missing."""
+    """True once it was logged that a tokenizer is missing."""
     running: dict[Running, Placed] = field(default_factory=dict)
     streamed: set[Streamed] = field(default_factory=set)
 
     def unnamed(self, form: Form, model: str) -> None:
-        """Notes a prompt whose blocks have no names here, although the scheduler asks for them."""
+        """Notes a prompt whose blocks cannot be named here although the scheduler asks for them."""
         self.metrics.unnamed.labels(form).inc()
         if not self._is_told and not self.tokens.knows(model):
             self._is_told = True

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events of a completion stream, by scanning rather than parsing. Pure.
+"""Server-sent events of a completion stream, scanned rather than parsed. Pure.
 
-What an engine sends is handed on in whole events, as many as have come, in the bytes in which they came. Token ids,
-which the gateway asked for and the client did not, become `null`: what the engine writes when nobody asked.
+Whole events are handed on in their original bytes. Token ids that the gateway asked for and the client did not become
+`null`, which is what engines write then.
 
-A scan for `"token_ids":[` cannot be misled by text: within a JSON string each quote has a backslash before it, so the
-quote before the colon ends a key.
+Text cannot imitate `"token_ids":[`: within a JSON string each quote has a backslash before it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LINE_END_BYTES: Final = 2
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which every reader of event streams leaves out."""
+"""A comment, which readers of event streams skip."""
 
 
 class Usage(NamedTuple):
@@ -45,7 +44,7 @@ class Usage(NamedTuple):
     num_prompt: int = 0
     num_output: int = 0
     num_cached: int = 0
-    """Prompt tokens that were in the engine's prefix cache."""
+    """Prompt tokens in the engine's prefix cache."""
 
 
 class EventCutter:
@@ -85,37 +84,37 @@ class EventCutter:
 
 @dataclass(eq=False, slots=True)
 class EventStream:
-    """Cuts what was read into whole events and keeps what a continuation needs to know of them."""
+    """Cuts bytes into whole events and keeps what a continuation needs."""
 
     wants_ids: bool = False
-    """Whether token ids are collected."""
+    """True if token ids are collected."""
     keeps_ids: bool = False
-    """Whether the client gets them, too."""
+    """True if the client gets them too."""
     first: bytes = b""
-    """The first event, but for token ids."""
+    """The first event, without token ids."""
     prompt_ids: bytes | None = None
-    """Token ids with commas between them, as they came: they are many, and hardly ever needed."""
+    """Token ids as they came, separated by commas: there are many, and they are rarely needed."""
     token_ids: list[int] = field(default_factory=list)
     num_texts: int = 0
-    """Parts of the answer, which stand for tokens as long as no ids tell them."""
+    """Parts of the answer, which count as tokens while no ids are known."""
     has_text: bool = False
-    """Whether text of the answer has come, of whatever kind."""
+    """True if text of any kind has come."""
     is_finished: bool = False
-    """Whether a finish reason has come: of a stream of several choices, that of one of them."""
+    """True if a finish reason of any choice has come."""
     has_usage: bool = False
-    """Whether the event that tells the usage after the last choice has come."""
+    """True if the usage after the last choice has come."""
     usage: Usage = Usage()
     """The usage that the stream told."""
     is_done: bool = False
     """Whether the stream's end mark has come."""
     is_parsed: bool = False
-    """Whether the engine makes more of the text than content: reasoning or tool calls."""
+    """True if the engine parses reasoning or tool calls from the text."""
     has_event: bool = False
-    """True if an event has come: comments are none."""
+    """True if an event, and not only comments, has come."""
     end: ends.End | None = None
-    """How the engine itself ended the stream."""
+    """The engine's own end of the stream."""
     failure: bytes = b""
-    """The event that says so, and what came after it; not among what `feed` returned."""
+    """The event of that end and all later bytes, which `feed` did not return."""
     _cutter: EventCutter = field(default_factory=EventCutter)
 
     def feed(self, data: bytes) -> bytes:
@@ -169,7 +168,7 @@ def _without_ids(match: re.Match[bytes]) -> bytes:
 
 
 def numbers(ids: bytes) -> list[int]:
-    """Numbers with commas between them, 20 ns each."""
+    """Reads numbers separated by commas, 20 ns each."""
     return _NUMBERS.decode(b"[" + ids + b"]")
 
 
@@ -186,7 +185,7 @@ def event(document: object) -> bytes:
 
 
 def rewrite(data: bytes, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> bytes:
-    """Whole events, each with its JSON object changed; None drops it. What is no JSON object stays as it is."""
+    """Rewrites the JSON object of each whole event; None drops the event. Other events stay unchanged."""
     changed = []
     for part in split(data):
         document = payload(part)
@@ -202,7 +201,7 @@ _CACHED = re.compile(rb'"(?:cached_tokens|(cache_read_input_tokens))"\s*:\s*([0-
 
 
 def usage_of(body: bytes) -> Usage:
-    """Reads the usage from the end of an answer of any API."""
+    """Reads the usage at the end of an answer of any API."""
     end = body[-4096:]
     found = {bool(is_prompt): int(number) for is_prompt, number in _USAGE.findall(end)}
     num_prompt, num_cached = found.get(True, 0), 0

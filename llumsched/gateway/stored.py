@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that a client may ask for again: `/v1/responses` keeps them in the API server that made them.
+"""Responses that a client may ask for again: the API server that made one keeps it (`/v1/responses`).
 
-The id that a client gets says where that is and whose it is, so that nobody is searched for, and nobody else answered:
+The client's id names the instance and the owner, so that the gateway needs no search and answers nobody else:
 
-    resp_<home><tag>_<number>       engines know it as resp_<number>, which the gateway chose
+resp_<home><tag>_<number>       engines know it as resp_<number>, which the gateway chose
 
-`home` is a name of the instance, `tag` a MAC over home, number and the name of the client's key. The secret of both is
-made of all keys of `--api-key-file`: all workers and gateways that have this file, and later ones, read each other's
-ids, and no client knows it. Without the file there is one client, and no secret. Running
-processes still accept ids made with the previous file.
+`home` names the instance. `tag` is a MAC over home, number and the name of the client's key. Its secret is derived from
+all keys of `--api-key-file`, so that all gateways with this file read each other's ids. Without the file there is one
+client and no secret. Running processes also accept ids made with the previous file.
 """
 
 from __future__ import annotations
@@ -33,35 +32,35 @@ Secrets = Callable[[], Sequence[bytes]]
 
 
 class Stored(NamedTuple):
-    """A response that a client asks for, or goes on from."""
+    """A response that a client asks for or continues."""
 
     shown: str
-    """The id that the client has."""
+    """The client's id."""
     own: str
-    """The id that its engine has."""
+    """The engine's id."""
     home: Backend
 
 
 def new_id() -> str:
-    """An id for an engine to give to a response."""
+    """A new id, for an engine to give to a response."""
     return f"resp_{os.urandom(16).hex()}"
 
 
 class StoredResponses:
     def __init__(self, backends: Backends, secrets: Secrets, renew: Callable[[], None] | None = None) -> None:
-        """`secrets`: the newest first, which is used for new ids. `renew` brings them up to date, in any thread."""
+        """`secrets`: the newest first, which is used for new ids. `renew` updates them and may run in any thread."""
         self._backends = backends
         self._secrets = secrets
         self._renew = renew
 
     def shown(self, own: str, backend: Backend, key: str) -> str:
-        """The id for a client. `key`: the name of its API key."""
+        """The client's id. `key` is the name of its API key."""
         secret = self._secrets()[0]
         home, number = _home(secret, str(backend)), own.removeprefix("resp_")
         return f"resp_{home}{_tag(secret, home, number, key)}_{number}"
 
     async def find(self, shown: str, key: str) -> Stored | None:
-        """The response of that id, if it may be this key's and its instance is known."""
+        """The response with that id, if it belongs to this key and its instance is known."""
         match = _SHOWN.fullmatch(shown)
         if match is None:
             return None
@@ -76,7 +75,7 @@ class StoredResponses:
         return next((Stored(shown, f"resp_{number}", backend) for backend in found), None)
 
     def _secret_of(self, home: str, tag: str, number: str, key: str) -> bytes | None:
-        """The secret that an id was made with."""
+        """The secret with which the id was made."""
         matching = (one for one in self._secrets() if hmac.compare_digest(_tag(one, home, number, key), tag))
         return next(matching, None)
 
@@ -91,6 +90,6 @@ def _tag(secret: bytes, home: str, number: str, key: str) -> str:
 
 
 def _mac(secret: bytes, *parts: str, num_bytes: int) -> str:
-    """`num_bytes` are a multiple of 5: base 32 needs no padding then."""
+    """A MAC of `num_bytes`, a multiple of 5 so that base 32 needs no padding."""
     digest = hmac.digest(secret, "\0".join(parts).encode(), hashlib.sha256)
     return base64.b32encode(digest[:num_bytes]).decode().lower()

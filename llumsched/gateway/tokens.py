@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading requests and counting their tokens without keeping the event loop.
+"""Reading requests and counting their tokens without blocking the event loop.
 
-What takes more than a few milliseconds is done by processes with a limit of time and memory (`reading`): large bodies,
-rendering, encoding. A count that does not come in time, or ends its process, is an estimate by length.
+Work of more than a few milliseconds (large bodies, rendering, encoding) is done by processes with limits of time and
+memory (`reading`). If counting takes too long or its process dies, the count is estimated from the length.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from llumsched.gateway.frames import Job, Task
 from llumsched.gateway.reading import Readers, Unavailable
 
 _READ_HERE_BYTES: Final = 1 << 20
-"""Longest body that is read here, 5 ms at most; of a larger one not even the few fields that route it are."""
+"""Longest body that is read in this process, in at most 5 ms."""
 _COUNTED_HERE_BYTES: Final = 1 << 16
-"""Longest body that is counted here by its length, 4 ms at most."""
+"""Longest body that is counted by its length in this process, in at most 4 ms."""
 _MEMORY_BYTES: Final = 1 << 30
 _READ_BYTES_PER_S: Final = 16 << 20
 _WAIT_S: Final = 0.1
-"""Wait for a process to be free, of a request that can be estimated at once."""
+"""Longest wait for a free process, for a request that can be estimated."""
 _LONG_WAIT_S: Final = 5.0
-"""Wait of a request that cannot be estimated at once."""
+"""Longest wait for a free process, for a request that cannot be estimated."""
 
 
 class TokenCounter:
-    """Reads and counts. `cpu_s`: time of a processor that one count may take."""
+    """Reads and counts requests. `cpu_s`: limit of processor time for one count."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class TokenCounter:
         self._readers = Readers(dict(tokenizers), chat_template, num_processes, _MEMORY_BYTES)
 
     async def start(self) -> None:
-        """Starts the processes. Raises ValueError for a tokenizer that is not there."""
+        """Starts the processes. Raises ValueError for a missing tokenizer."""
         if self._models:
             await self._readers.start()
 
@@ -54,7 +54,7 @@ class TokenCounter:
         await self._readers.close()
 
     async def read(self, content: bytes | bytearray) -> Body:
-        """A body. Raises InvalidRequest for what no engine could take, Overloaded if it cannot be read now."""
+        """Reads a body. Raises InvalidRequest if no engine could take it, Overloaded if it cannot be read now."""
         if len(content) <= _READ_HERE_BYTES:
             return Body.read(content)
         try:
@@ -83,11 +83,11 @@ class TokenCounter:
         return answer.outline
 
     def knows(self, model: str) -> bool:
-        """True if there is a tokenizer for a model."""
+        """True if the model has a tokenizer."""
         return model in self._models or "" in self._models
 
     async def count(self, body: Body, block_size: int = 0, form: Form = Form.OPENAI) -> Prompt:
-        """The length of its prompt; if a `block_size` is wanted, the names of its blocks, too, as far as known."""
+        """The length of a prompt and, with a `block_size`, the known names of its blocks."""
         is_small = len(body.content) <= _COUNTED_HERE_BYTES
         if form is Form.OTHER and not is_small:
             return Prompt(prompts.of_bytes(len(body.content)))
@@ -104,7 +104,7 @@ class TokenCounter:
 
 
 def _counted_here(body: Body, form: Form, block_size: int) -> Prompt:
-    """Without a tokenizer: an estimate, but of token ids, whose blocks have names."""
+    """Estimates without a tokenizer. Token ids are exact, and their blocks have names."""
     try:
         document = body.document()
         counted = prompts.count(None, document, form)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was tried for one request: what that says of instances and of the request, and whether it may be tried again."""
+"""The attempts at one request: their evidence about instances and request, and whether another is allowed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llumsched.gateway.services import Services
 from llumsched.gateway.suspects import TRIAL_S, Case
 
 _OF_THE_INSTANCE: Final = frozenset((401, 403, 404, 429))
-"""Refusals that say more of an instance (its key, its adapters, its queue) than of the request."""
+"""Refusals caused by an instance (its key, adapters, queue) rather than by the request."""
 _OF_THE_REQUEST: Final = frozenset((End.ERROR, End.ABORT))
-"""Ends that are the request's own fault if two instances report them."""
+"""Ends that are the request's fault if two instances report them."""
 _MOST_PLACED: Final = 16
-"""Instances tried for one request, also those that cannot be reached."""
+"""Largest number of instances tried for one request, including unreachable ones."""
 _KEPT_FOR_LOSSES: Final = 0.5
-"""Share of the retry budget that only losses may use; second opinions are made of the rest."""
+"""Share of the retry budget that only losses may use; second opinions use the rest."""
 
 
 class Tried:
@@ -35,26 +35,27 @@ class Tried:
         self.excluded: set[Backend] = set()
         self.num_placed = 0
         self._num_unreached = 0
-        """Instances among `num_placed` to which nothing could be sent."""
+        """Number of tried instances to which nothing could be sent."""
         self.case = Case[Backend](request_id)
         self.answer: web.Response | None = None
-        """An engine's own words, should there be no other."""
+        """An engine's answer, to use if there is no other."""
         self.refused_by: Backend | None = None
-        """The instance on whose refusal a second opinion is asked for."""
+        """The instance whose refusal is being checked with another one."""
         self._accused: list[tuple[Backend, StreamLost]] = []
-        """Living instances that failed with the request. It is their fault if another one takes it."""
+        """Living instances that failed the request. They are at fault if another one takes it."""
         self._reports: list[tuple[End, Backend]] = []
         """Ends that living instances reported and that may be the request's fault."""
         self.reporters: tuple[Backend, ...] = ()
-        """The two instances that ended the request in the same way, which then is its own fault."""
+        """The two instances that ended the request in the same way, which proves its own fault."""
 
     @property
     def _num_attempts(self) -> int:
-        """Attempts that count: when a rack is gone, an instance that is left may be the fifth that is tried."""
+        """Attempts that count. Unreachable instances do not: when a rack is lost, the fifth one may be the first that
+        lives."""
         return self.num_placed - self._num_unreached
 
     def taken_by(self, backend: Backend) -> None:
-        """Notes an answer of status 200, or the beginning of one."""
+        """Notes an answer with status 200, or the beginning of one."""
         if not self._is_engines_work:
             return
         outliers = self._services.backends.outliers
@@ -71,7 +72,7 @@ class Tried:
             self.refused_by = None
 
     def is_doubtful(self, status: int, backend: Backend) -> bool:
-        """Whether a refusal may be the instance's own fault, and another can be asked."""
+        """True if the refusal may be the instance's own fault and another one can be asked."""
         outliers = self._services.backends.outliers
         is_doubted = outliers.is_doubted(backend)
         if self.refused_by is not None:
@@ -87,12 +88,11 @@ class Tried:
         )
 
     async def lost(self, lost: StreamLost, backend: Backend, lived_s: float) -> None:
-        """Notes a loss, whoever is at fault: the instance, this request, or one that was beside it. `lived_s`: how long
-        the instance had the request.
+        """Notes a loss. `lived_s`: time for which the instance had the request.
 
-        An instance that died, or that nothing reaches, is at fault. What a living one did is its fault if another one
-        takes the request, or if it does not answer the gateway's own request either; it is the request's own fault if
-        another one ends it in the same way.
+        An instance that died or cannot be reached is at fault. A living instance is at fault if another one takes the
+        request, or if it does not answer the gateway's own request. The request is at fault if another instance ends it
+        in the same way.
         """
         self.excluded.add(backend)
         backends, outliers = self._services.backends, self._services.backends.outliers
@@ -120,14 +120,14 @@ class Tried:
             self._reports.append((lost.end, backend))
 
     def end(self) -> None:
-        """Ends the attempts: no further instance will show whose fault the failures were."""
+        """Ends the attempts, so that no further evidence will come."""
         for backend, _ in self._accused:
             self._services.backends.settled(backend, is_proven=False)
         self._accused.clear()
 
     def pause_before_next(self, lost: StreamLost, *, has_begun: bool) -> float | None:
-        """Seconds to wait; None if limits or the retry budget do not allow another attempt. What no engine can have had
-        costs none. `has_begun`: the client has a part of the answer."""
+        """Seconds to wait before the next attempt; None if the limits or the retry budget forbid it. An attempt that no
+        engine received is free. `has_begun`: the client has a part of the answer."""
         if self._num_attempts > self._services.config.retry_max_count or self.num_placed >= _MOST_PLACED:
             return None
         wait_s: float | None = 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to engines: which connection they take, with which headers, and how they end.
+"""Requests to engines: their connections, headers and ends.
 
-There is no timer per request or per read. Each open call notes when it last moved, and one `Watch` looks at all of them
-once in a while; a call that it gives up wakes its reader with StreamLost.
+Requests and reads have no timers of their own. Each open call notes when it last made progress, and one `Watch` checks
+all of them; if it gives one up, the reader gets StreamLost.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from llumsched.gateway.forwarded import AUTHORIZATION, RANK_HEADER
 
 _log = logging.getLogger(__name__)
 _TELL_S = 10.0
-"""Time between two lines of the log that say the same."""
+"""Time between two equal lines of the log."""
 _NOT_RETURNED = (
     *("Connection", "Keep-Alive", "Transfer-Encoding", "Content-Length", "Trailer", "Upgrade", "X-Request-Id"),
 )
 _MOST_IDLE_S = 4.0
-"""Longest idle time of a connection that is used: uvicorn closes them after five seconds."""
+"""Longest idle time of a reused connection; uvicorn closes them after five seconds."""
 _CLOSED_UNREAD_S = 1.0
-"""Time within which a connection that was idle and closes did so before the request came, which is sent once more."""
+"""Time within which an idle connection that closes had closed before the request came, which is then sent once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The key with which engines are asked."""
+    """The key for engines."""
 
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The engines' own key, as headers of the gateway's own requests and of clients'; empty: none."""
+    """The engines' own key, as headers of all requests; empty if there is none."""
     checks_clients: bool = False
-    """Whether clients' keys are the gateway's, and nobody else's business."""
+    """True if clients' keys are the gateway's, and are not passed on."""
 
     @property
     def passes_clients(self) -> bool:
@@ -59,7 +59,7 @@ CLIENTS_OWN: Final = Access()
 
 
 def new_session(connect_timeout_s: float, tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
-    """A session for all but clients' requests, with no limit of time but for connecting. `tls`: of https endpoints."""
+    """A session for the gateway's own requests, which limits only the time to connect. `tls`: for https endpoints."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=tls or True, limit=0, ttl_dns_cache=60, keepalive_timeout=_MOST_IDLE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
@@ -79,9 +79,9 @@ def request_head(
     dp_rank: int | None = None,
     access: Access = CLIENTS_OWN,
 ) -> bytes:
-    """The head of a request to an engine. `path`: with its query. `client`: the headers that `forwarded` has let
-    through; what aiohttp has read has no line end in it. `num_deaths`: instances that died with the request. `dp_rank`:
-    the engine that is to have it, of those behind the API server."""
+    """The head of a request to an engine. `path`: with its query. `client`: headers that `forwarded` has let through;
+    aiohttp has removed line ends. `num_deaths`: instances that died with the request. `dp_rank`: the engine to use
+    behind the API server."""
     lines = [
         b"%b %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
         % (
@@ -114,15 +114,15 @@ def response_headers(engine: CIMultiDict[str], request_id: str) -> CIMultiDict[s
 class Call:
     """One request at one engine: `async with call as answer`, from its dispatch to its end.
 
-    The answer's head has come when the block begins. Leaving the block early ends the request at the engine. Raises
-    StreamLost for everything that may happen on the way, also from within the block, and OutOfDescriptors.
+    The block begins with the answer's head. Leaving it early ends the request at the engine. Raises StreamLost for all
+    failures, also within the block, and OutOfDescriptors.
     """
 
     __slots__ = ("_connection", "_is_once", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost",
                  "moved_s", "task", "timed_out", "wants_stream")  # fmt: skip
 
     def __init__(self, upstream: Upstream, backend: Backend, request: Content, *, is_once: bool = False) -> None:
-        """`is_once`: the request must not be sent a second time, so that it takes a connection that cannot be stale."""
+        """`is_once`: the request must not be sent twice, so it uses a connection that cannot be stale."""
         task = asyncio.current_task()
         assert task is not None
         self.task = task
@@ -133,26 +133,26 @@ class Call:
         self._connection: Connection | None = None
         self.moved_s = time.monotonic()
         self.wants_stream = False
-        """True if the client wants its answer in parts: other answers are silent until they are whole."""
+        """True if the client wants a stream; other answers are silent until they are whole."""
         self.is_stream = False
-        """Whether the first byte of a stream has come."""
+        """True once the first byte of a stream has come."""
         self.is_writing = False
-        """Whether it is the client that is waited for."""
+        """True while the client is being written to."""
         self.lost = ""
-        """The reason why it was given up."""
+        """The reason for giving it up."""
         self.timed_out = False
 
     def moved(self) -> None:
-        """Notes that something has come that its engine core computed."""
+        """Notes output of the engine core."""
         self.backend.is_stalled = False
         self.moved_s = self.backend.last_token_s = time.monotonic()
 
     def heard(self) -> None:
-        """Notes that something has come of which the engine core need not know."""
+        """Notes bytes that do not prove work of the engine core."""
         self.moved_s = time.monotonic()
 
     def give_up(self, reason: str, *, timed_out: bool = False) -> None:
-        """Has StreamLost raised where the answer is waited for."""
+        """Raises StreamLost where the answer is awaited."""
         if not self.lost:
             self.lost, self.timed_out = reason, timed_out
             self.task.cancel()
@@ -195,7 +195,7 @@ class Call:
 
 
 class Upstream:
-    """The connections to all engines, as many as there are requests."""
+    """The connections to all engines, one per running request."""
 
     def __init__(
         self, connect_timeout_s: float, access: Access = CLIENTS_OWN, tls: ssl.SSLContext | None = None
@@ -264,7 +264,7 @@ class Upstream:
         self._idle.setdefault(backend, []).append(connection)
 
     def sweep(self) -> None:
-        """Closes what has been idle for long."""
+        """Closes connections that were idle for long."""
         limit_s = time.monotonic() - _MOST_IDLE_S
         for backend, idle in list(self._idle.items()):
             kept = [one for one in idle if one.state is ConnectionState.IDLE and one.idle_since_s > limit_s]

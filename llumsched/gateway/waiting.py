@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that no instance takes now, and the order in which the scheduler is asked for them again.
+"""Requests that no instance takes now, and the order in which they are tried again.
 
-Each model has a queue of its own: where one model has no place, another may have some. A round asks for a few requests
-of a queue, one after the other, so that the scheduler's work does not grow with the queue.
+Each model has its own queue, as one model may have room when another has none. A round asks for a few requests of a
+queue, so that the scheduler's work does not grow with the queue.
 
-The order: lower `priority` first; then requests that can still meet their deadline; then the API key to which the queue
-has given the fewest tokens so far (fairness between keys); then the earliest deadline. A request without an objective
-for its first token has the end of its wait as its deadline. In the last quarter of its wait a request counts as one of
-the most urgent of its queue (ageing).
+The order: lower `priority` first; then requests that can still meet their deadline; then the API key that got the
+fewest tokens from the queue so far (fairness); then the earliest deadline. Without an objective for the first token,
+the deadline is the end of the wait. In the last quarter of its wait a request counts as one of the most urgent
+(ageing).
 
-A refusal tells something only of requests that need at least as much (`Waiting.needs_as_much_as`). A request with
-objectives that no instance can meet therefore delays none that asks for less.
+A refusal says nothing about requests that need less (`Waiting.needs_as_much_as`), so a request whose objectives no
+instance can meet does not delay them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime
 from llumsched.request import Request
 
 _IN_VAIN: Final = 4
-"""Refusals in a round after which requests that need at least as much are not asked for in their order. So many others
-are then asked for that were not asked for the longest: a refusal may be wrong about them."""
+"""Refusals in a round after which requests that need at least as much are skipped. As many others, untried for the
+longest time, are tried then, since a refusal may be wrong about them."""
 _MOST_IN_VAIN: Final = 12
-"""Refusals in a round after which no request is asked for in its order."""
+"""Refusals in a round that end its order."""
 _REQUEST_TOKENS: Final = 64
-"""Tokens that a request counts for, beside its prompt, when the queue is shared between keys."""
+"""Tokens counted per request, beside its prompt, for fairness between keys."""
 _AGED_SHARE: Final = 0.75
 """Share of its wait after which a request counts as one of the most urgent."""
 
@@ -48,7 +48,7 @@ class Waiting:
     excluded: Collection[Backend]
     shunned: Collection[Backend]
     since_s: float
-    """When it was to be placed first."""
+    """Time when it was first to be placed."""
     until_s: float
     """Deadline for finding any instance."""
     key: str = ""
@@ -56,22 +56,22 @@ class Waiting:
     in_time_until_s: float = -math.inf
     """Deadline for finding an instance that meets the objectives; -inf if it does not wait for one."""
     is_shed: bool = False
-    """Whether it is refused then, rather than placed where its objectives are missed."""
+    """True if it is refused at that deadline rather than placed where it misses its objectives."""
     reason: NoEndpoint | None = None
-    """Why it was refused last."""
+    """The last refusal."""
     asked_s: float = -math.inf
-    """When it was asked for last in a round."""
+    """Time when a round last asked for it."""
     place: asyncio.Future[Placed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def deadline_s(self) -> float:
-        """When it must have its first token; without such an objective, the end of its wait."""
+        """Deadline of the first token; without such an objective, the end of the wait."""
         asked = self.asked
         return self.since_s + (asked.ttft_slo_ms - asked.waited_ms) / 1e3 if asked.ttft_slo_ms else self.end_s
 
     @property
     def end_s(self) -> float:
-        """When it waits no longer, by the reason why it was refused last."""
+        """End of the wait, which depends on the last refusal."""
         return self.in_time_until_s if isinstance(self.reason, NotInTime) else self.until_s
 
     @property
@@ -93,9 +93,8 @@ class Waiting:
         return self.deadline_s <= now_s
 
     def needs_as_much_as(self, other: Waiting) -> bool:
-        """True if a refusal of the other one tells that this one is refused as well: its prompt is as long, its
-        objectives are as tight, and it may use no instance that the other one may not. A prompt that begins otherwise
-        may be in a cache, and in time where the other one is late."""
+        """True if a refusal of the other request implies one of this: its prompt is as long, its objectives are as
+        tight, and it may use no further instance. A prompt with another beginning may be cached and thus be in time."""
         mine, its = self.asked, other.asked
         return (
             mine.prompt_num_tokens >= its.prompt_num_tokens
@@ -106,18 +105,18 @@ class Waiting:
         )
 
     def stands_before(self, newcomer: Waiting, now_s: float) -> bool:
-        """True if a newcomer is not asked for at once, as this one, which needs no more, was refused."""
+        """True if a newcomer is not tried at once because this request, which needs no more, was refused."""
         is_behind = isinstance(self.reason, NotInTime) and self.is_late(now_s)
         return not is_behind and newcomer.needs_as_much_as(self)
 
 
 @dataclass(eq=False, slots=True)
 class _Queue:
-    """The requests that wait for one model."""
+    """The waiting requests of one model."""
 
     waiting: set[Waiting] = field(default_factory=set)
     served: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Tokens of the requests that got a place, by key; a key that comes later begins with the least of the others."""
+    """Tokens of the placed requests by key. A new key begins with the least of the others."""
 
     def add(self, newcomer: Waiting) -> None:
         keys = {one.key for one in self.waiting}
@@ -137,7 +136,7 @@ class _Queue:
             yield from self._shared(equals)
 
     def _shared(self, ordered: Iterable[Waiting]) -> Iterator[Waiting]:
-        """The same requests, such that keys have their turns by the tokens that they were given so far."""
+        """Reorders requests so that keys take turns by the tokens that they got so far."""
         of_key = defaultdict[str, list[Waiting]](list)
         for one in ordered:
             of_key[one.key].append(one)
@@ -160,8 +159,8 @@ class Queues:
         interval_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """`place` raises NoEndpoint to keep a request waiting; any other exception fails it. `give_back` takes a place
-        that nobody wants any more. `interval_s`: time between two rounds."""
+        """`place` raises NoEndpoint to keep a request waiting; other exceptions fail it. `give_back` takes a place that
+        is not needed any more. `interval_s`: time between two rounds."""
         self._place, self._give_back, self._interval_s, self._clock = place, give_back, interval_s, clock
         self._of_model: dict[str, _Queue] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
@@ -170,18 +169,18 @@ class Queues:
         return sum(len(queue.waiting) for queue in self._of_model.values())
 
     def holds_up(self, newcomer: Waiting) -> bool:
-        """True if a newcomer has its turn in the queue, rather than being asked for at once."""
+        """True if a newcomer must wait for its turn in the queue."""
         queue, now_s = self._of_model.get(newcomer.asked.model), self._clock()
         return queue is not None and any(one.stands_before(newcomer, now_s) for one in queue.waiting)
 
     def longest_wait_s(self, model: str) -> float:
-        """How long those have waited who have waited longest for this model."""
+        """The longest wait of the present requests for this model, in seconds."""
         now_s, queue = self._clock(), self._of_model.get(model, _Queue())
         return max((now_s - one.since_s for one in queue.waiting), default=0.0)
 
     def make_room(self, newcomer: Waiting) -> bool:
-        """Refuses the last request of the key and model that have the most of them, if these have two more than the
-        newcomer's. Returns whether it did."""
+        """Refuses the last request of the key and model with the most requests, if they have at least two more than the
+        newcomer's. Returns True if it did."""
         now_s = self._clock()
         waiting = [one for queue in self._of_model.values() for one in queue.waiting if not one.place.done()]
         num_waiting = Counter(one.share for one in waiting)
@@ -196,7 +195,7 @@ class Queues:
         return True
 
     async def wait(self, waiting: Waiting) -> Placed:
-        """A place. Raises what `place` raises; NoEndpoint if there was none in time; Overloaded if it had to make room
+        """Waits for a place. Raises the errors of `place`; NoEndpoint if none came in time; Overloaded if it made room
         for another key."""
         model = waiting.asked.model
         queue = self._of_model.setdefault(model, _Queue())
@@ -232,7 +231,7 @@ class Queues:
                 await self._try(queue, waiting, now_s)
 
     async def _try(self, queue: _Queue, waiting: Waiting, now_s: float) -> bool:
-        """Whether its waiting is over."""
+        """Tries to place a request. True if its waiting is over."""
         place = waiting.place
         if place.done():
             return True

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices engines that neither answer nor go away, and has clients noticed that do the like (`clients`).
+"""Gives up engines that neither answer nor disconnect, and has `clients` do the same with clients.
 
-Looks at all answers that are waited for, once in a while; no answer has a timer of its own. Given up is
+All awaited answers are checked periodically; none has a timer of its own. The watch gives up
 
-* an answer that is silent for `stall_s` while its instance fails its health check twice in a row,
-* all answers of an instance that has sent no token for `engine_stall_s`, if it was in the middle of some stream, or
-  else if its engine core turns out to stand still: it hangs behind an API server that is well,
+* an answer that is silent for `stall_s` while its instance fails two health checks in a row,
+* all answers of an instance that sent no token for `engine_stall_s`, if it was in the middle of a stream or its engine
+  core is found to stand still: it hangs behind a healthy API server,
 * an answer that is silent for longer than its own limit.
 
-Given up is nothing of, but no new requests get, an instance from which nothing comes for half of `stall_s` while
-several wait for it and most others answer, if it turns out to compute nothing when it is asked (long answers in one
-piece, and long prefills, are silent as well), and one whose tokens come many times slower than those of others.
+Two kinds of instances get no new requests but lose none: one that is silent for half of `stall_s` while several
+requests wait for it and most others answer, if a probe shows that it computes nothing (long prefills and long answers
+in one piece are silent too); and one whose tokens come many times slower than others'.
 
-Time in which the gateway itself was stopped, or too busy to look, is nobody's silence.
+Time in which the gateway itself was stopped or too busy to look is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llumsched.gateway.upstream import Upstream
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 1.0
 _SEVERAL = 3
-"""Requests that wait for an instance before it counts as silent."""
+"""Waiting requests that make a silent instance suspicious."""
 
 
 class Watch:
@@ -67,7 +67,7 @@ class Watch:
             await cancel(*(task for tasks in probes for task in tasks.values()))
 
     def _forgive(self, late_s: float, now_s: float) -> None:
-        """Pardons `late_s` seconds in which nobody could be heard."""
+        """Extends all limits by `late_s` seconds in which this process could not read."""
         for call in self._upstream.calls:
             call.moved_s = min(now_s, call.moved_s + late_s)
         self._clients.forgive(late_s, now_s)
@@ -94,7 +94,7 @@ class Watch:
                 _start(self._engine_probes, backend, self._probe_engine)
 
     def _compare(self, now_s: float) -> None:
-        """Compares instances with each other: who is silent or slow among those that are not."""
+        """Compares instances: finds the silent and the slow ones."""
         outliers, pace = self._backends.outliers, self._backends.pace
         for backend in [one for one, ejection in outliers.ejected.items() if ejection.since_s < one.last_token_s]:
             outliers.moved(backend)
@@ -150,7 +150,7 @@ class Watch:
 def _start(
     probes: dict[Backend, asyncio.Task[None]], backend: Backend, probe: Callable[[Backend], Coroutine[Any, Any, None]]
 ) -> None:
-    """Starts a probe, one at a time of each instance."""
+    """Starts a probe, one at a time per instance."""
     if backend not in probes:
         task = probes[backend] = asyncio.create_task(probe(backend))
         task.add_done_callback(lambda _: probes.pop(backend))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway's processes: one, or several that share a port and leave it to the kernel who takes a connection."""
+"""The gateway's processes: one, or several that share a port, between which the kernel distributes connections."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from llumsched.gateway.metric_files import is_whole
 _WATCH_S = 0.2
 _ONE_SIGNAL_S = 1.0
 _END_S = 5.0
-"""Time for a worker to end in, after its last stream."""
+"""Time for a worker to end after its last stream."""
 _COLLECT_AFTER = 20_000
-"""New objects before Python looks for cycles; at its default of 700 that is at every few requests."""
+"""New objects before Python looks for cycles; its default of 700 would be every few requests."""
 _SHORT_LIFE_S = 10.0
-"""A worker that dies younger is likely to die again: from the second in a row on, the next one in its place waits."""
+"""Lifetime below which a worker is likely to die again: from the second short life in a row on, its successor waits."""
 _LONGEST_PAUSE_S = 30.0
 _CANNOT_SERVE = 71
-"""Exit code of a worker that could not begin; Python's own, for an exception that nobody caught, is 1."""
+"""Exit code of a worker that could not begin; Python's own, for an uncaught exception, is 1."""
 _METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -91,8 +91,8 @@ async def _serve(config: Config) -> None:
 
 
 class _Stop:
-    """What signals ask for. Two within a second are one: systemd and a terminal signal workers and their parent, which
-    passes it on."""
+    """The stops that signals ask for. Two within a second count once: systemd and terminals signal workers and their
+    parent, which passes the signal on."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -110,7 +110,7 @@ class _Stop:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Logs as Python does without a configuration, but so that nobody waits for stderr."""
+    """Logs as Python does by default, but without blocking on stderr."""
     handler = LineHandler()
     logging.getLogger().addHandler(handler)
     try:
@@ -121,8 +121,8 @@ def _logging() -> Iterator[None]:
 
 
 def _child(config: Config, place: int) -> None:
-    """Runs a worker. Its metrics are in files of its place: the next one there goes on counting in them, so that there
-    are never more files than places."""
+    """Runs a worker. Its metrics are in the files of its place, in which its successor continues, so that the number of
+    files does not grow."""
     for file in glob.glob(f"{os.environ[_METRICS_DIRECTORY]}/*_{place}.db"):
         if not is_whole(file):
             os.unlink(file)
@@ -131,16 +131,16 @@ def _child(config: Config, place: int) -> None:
 
 
 class Worker:
-    """A place for a process. One that dies is followed by another: at once, but where one after another does not live
-    long, after 1 s, 2 s, 4 s and so on."""
+    """A place for a process. A process that dies is replaced at once; after several short lives, after 1 s, 2 s, 4 s
+    and so on."""
 
     def __init__(self, start: Callable[[], BaseProcess], now: Callable[[], float] = time.monotonic) -> None:
         self._start = start
         self._now = now
         self._num_short = 0
-        """Lives in a row that were short."""
+        """Number of short lives in a row."""
         self._due_s: float | None = None
-        """The time at which the next one starts, if `process` is dead."""
+        """Time when the next process starts, if `process` is dead."""
         self._begin()
 
     def _begin(self) -> None:
@@ -149,7 +149,7 @@ class Worker:
         self._due_s = None
 
     def look(self) -> int | None:
-        """The exit code of a process that has ended, once. Starts the next one when it is time."""
+        """The exit code of a process that has ended, once. Starts the next one when it is due."""
         if self._due_s is not None:
             if self._now() >= self._due_s:
                 self._begin()
@@ -163,13 +163,13 @@ class Worker:
 
     @property
     def pause_s(self) -> float:
-        """Wait before the next process starts."""
+        """Seconds until the next process starts."""
         return min(2.0 ** min(self._num_short - 2, 10), _LONGEST_PAUSE_S) if self._num_short > 1 else 0.0
 
 
 def _check_that_free(host: str, port: int, flag: str) -> None:
-    """Raises ValueError if the port is in use. Workers share theirs (SO_REUSEPORT), and would share it with the workers
-    of another gateway as well."""
+    """Raises ValueError if the port is in use. Workers share theirs (SO_REUSEPORT), and would also share it with
+    another gateway's."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -179,7 +179,7 @@ def _check_that_free(host: str, port: int, flag: str) -> None:
 
 
 def _supervise(config: Config) -> int:
-    """Starts the workers, and starts those anew that die. A worker that cannot even listen ends all."""
+    """Starts the workers and restarts those that die. A worker that cannot listen ends all."""
     try:
         _check_that_free(config.host, config.port, "--port")
         _check_that_free(config.metrics_host, config.metrics_port, "--metrics-port")

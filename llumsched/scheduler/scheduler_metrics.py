@@ -36,7 +36,7 @@ _PREDICTED: Final = {
     "predicted_ttft": (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 30000, 60000),
     "predicted_tpot": (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500),
 }
-"""Milliseconds, of requests that were placed by what was predicted of them."""
+"""Bucket bounds in milliseconds, for requests placed by prediction."""
 _OF_STATUS: Final = {
     "used_gpu_tokens": "num_used_gpu_tokens",
     "waiting_requests": "num_waiting_requests",
@@ -65,11 +65,23 @@ _OF_ACCOUNT: Final = {
 }
 
 
+def _words(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
 _VALUES: Final[dict[str, Callable[[Columns], Values]]] = {
     **{suffix: itemgetter(column) for suffix, column in (_OF_STATUS | _OF_ACCOUNT).items()},
     **{name: METRICS[name].values for name in _SELECTED},
 }
-_FULL: Final = [Gauge(f"instance_cms_{suffix}", "As known here.", value) for suffix, value in _VALUES.items()]
+_FULL: Final = [
+    Gauge(f"instance_cms_{suffix}", f"{_words(suffix)} of the instance{origin}.", _VALUES[suffix])
+    for names, origin in (
+        (_OF_STATUS, ", from its last status report"),
+        (_OF_ACCOUNT, " that no status shows yet"),
+        (_SELECTED, ", the metric of this name in policies"),
+    )
+    for suffix in names
+]
 _LITE_VALUES: Final[dict[str, Callable[[Columns], Values]]] = {
     "total_tokens": lambda columns: columns["sent_tokens"],
     "waiting_tokens": lambda columns: columns["sent_uncomputed_prefill_tokens"],
@@ -78,8 +90,11 @@ _LITE_VALUES: Final[dict[str, Callable[[Columns], Values]]] = {
     "waiting_requests": lambda columns: columns["sent_prefill_requests"],
     "running_requests": lambda columns: columns["sent_requests"] - columns["sent_prefill_requests"],
 }
-"""Gauges of what was sent. What waits has not had its prompt computed."""
-_LITE: Final = [Gauge(f"instance_lrs_{name}", "As sent and reported.", value) for name, value in _LITE_VALUES.items()]
+"""Gauges of sent requests. Those whose prompt has not been computed count as waiting."""
+_LITE: Final = [
+    Gauge(f"instance_lrs_{name}", f"{_words(name)} of the instance, as gateways sent and report them.", value)
+    for name, value in _LITE_VALUES.items()
+]
 
 
 class SchedulerMetrics:
@@ -87,35 +102,38 @@ class SchedulerMetrics:
         self._dispatcher = dispatcher
         self._total = Counter("scheduler_scheduling", "Requests that were placed.", registry=registry)
         self._failed = Counter(
-            "scheduler_scheduling_failed", "Requests that were not, by reason.", ("error_type",), registry=registry
+            "scheduler_scheduling_failed",
+            "Requests that could not be placed, by reason.",
+            ("error_type",),
+            registry=registry,
         )
         for kind in NotPlacedKind:
             self._failed.labels(kind)
         self._duration = Histogram(
             "request_full_mode_schedule_duration_milliseconds",
-            "Of one decision, in either mode.",
+            "Duration of one placement decision, in full or lite mode.",
             buckets=_STAGE_MS,
             registry=registry,
         )
         self._selected = {
             name: Histogram(
                 f"selected_instance_{name}",
-                "Of the chosen instance.",
+                f"{_words(name)} of the chosen instance.",
                 ("infer_type",),
                 buckets=buckets,
                 registry=registry,
             )
             for name, buckets in (_SELECTED | _PREDICTED).items()
         }
-        self._prompt_tokens = Counter("scheduler_prompt_tokens", "Of placed requests.", registry=registry)
+        self._prompt_tokens = Counter("scheduler_prompt_tokens", "Prompt tokens of placed requests.", registry=registry)
         self._hit_tokens = Counter(
             "scheduler_prefix_hit_tokens",
-            "Of their prompts, in the prefix cache of the chosen instance, as far as was known.",
+            "Prompt tokens of placed requests known to be in the prefix cache of the chosen instance.",
             registry=registry,
         )
         self._hit_percent = Histogram(
             "request_prefix_cache_hit_percent",
-            "Of a prompt that is not empty, in the prefix cache of the chosen instance.",
+            "Share of a prompt in the prefix cache of the chosen instance, in percent.",
             buckets=range(0, 101, 10),
             registry=registry,
         )
@@ -123,7 +141,7 @@ class SchedulerMetrics:
         registry.register(_Cluster(dispatcher))
 
     async def exposition(self) -> bytes:
-        """All metrics in the text format. Requests are placed meanwhile: a scrape of many instances takes a while."""
+        """All metrics in the text format. A scrape of many instances pauses, so that requests are placed meanwhile."""
         own = generate_latest(self._registry)
         await asyncio.sleep(0)
         table = self._dispatcher.table
@@ -151,7 +169,7 @@ class SchedulerMetrics:
 
 
 class _Cluster(Collector):
-    """Metrics of the whole view. A scrape runs on the event loop that the view belongs to."""
+    """Metrics of the whole view, collected on its event loop."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -162,19 +180,21 @@ class _Cluster(Collector):
 
     def collect(self) -> Iterator[Metric]:
         view = self._dispatcher.view
-        yield _gauge("uptime_seconds", "Of this process.", time.monotonic() - self._started_s)
-        refused = "Secrets and certificates whose new files cannot be used: the old ones serve."
+        yield _gauge("uptime_seconds", "Time since the process began.", time.monotonic() - self._started_s)
+        refused = "Secret and certificate files whose new contents are unusable, so that the old ones stay in use."
         yield _gauge("scheduler_refused_files", refused, num_refused())
-        yield _gauge("scheduler_instances", "That are known.", len(view))
-        yield _gauge("scheduler_view_age_seconds", "Since the lost store was last heard; 0: it is there.", view.age_s)
+        yield _gauge("scheduler_instances", "Known instances.", len(view))
+        yield _gauge(
+            "scheduler_view_age_seconds", "Time since the last contact with the store; 0 while connected.", view.age_s
+        )
         yield CounterMetricFamily(
             "scheduler_expired_requests",
-            "Placed requests of which nothing was heard any more.",
+            "Placed requests that were forgotten because nothing was heard of them.",
             value=self._dispatcher.ledger.num_expired,
         )
         faults = CounterMetricFamily(
             "scheduler_policy_raised",
-            "Decisions in which a part of a policy raised.",
+            "Decisions in which a part of a policy raised an exception.",
             labels=["part"],
         )
         for part, number in raised.counts.items():

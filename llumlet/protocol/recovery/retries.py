@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The retry budget: what failed is sent again as a share of the traffic, never all at once. Pure.
+"""The retry budget: failed requests are retried as a share of the traffic. Pure.
 
-Without it an overload feeds itself: slow engines fail requests, which come again, three times each. The budget is a
-token bucket, as in Finagle and in Envoy: each new request adds a share of a token, each retry takes one. An engine that
-is lost with its queue leaves many that wait; for them tokens also come with time, a share of what is in flight every
-`_RECOVERY_S` seconds.
+Without it an overload feeds itself, as slow engines fail requests that return several times. The budget is a token
+bucket, as in Finagle and Envoy: each new request adds a share of a token, each retry takes one. A lost engine leaves
+many waiting requests, so tokens also come with time: a share of the requests in flight every `_RECOVERY_S` seconds.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Final
 
 _RECOVERY_S: Final = 2.0
 _LEAST: Final = 10.0
-"""Retries that are allowed at once, and each second, however little traffic there is."""
+"""Retries that are always allowed: at once, and per second."""
 _FIRST_PAUSE_S: Final = 0.025
 _LONGEST_PAUSE_S: Final = 1.0
 
 
 class RetryBudget:
-    """A token bucket. `share`: retries a request. `num_in_flight`: requests now. `clock`: monotonic seconds."""
+    """`share`: retries per request. `num_in_flight`: requests now. `clock`: monotonic seconds."""
 
     def __init__(self, share: float, num_in_flight: Callable[[], int], clock: Callable[[], float]) -> None:
         self._share = share
@@ -31,13 +30,13 @@ class RetryBudget:
         self._at_s = clock()
 
     def requested(self) -> None:
-        """A new request has come."""
+        """Notes a new request."""
         self._refill()
         self._tokens = min(self._tokens + self._share, self._most)
 
     def take(self, longest_wait_s: float = 0.0, *, kept: float = 0.0) -> float | None:
-        """Seconds to wait before a retry that may be made; None if that would be longer than allowed, or if less than
-        a share `kept` of the budget would be left, which is for others."""
+        """Seconds to wait before a retry; None if they exceed `longest_wait_s`, or if less than the share `kept` of the
+        budget would remain."""
         self._refill()
         lacking = 1.0 + kept * self._most - self._tokens
         wait_s = max(0.0, lacking / self._rate)
@@ -61,5 +60,5 @@ class RetryBudget:
 
 
 def backoff_s(attempt: int, draw: Callable[[], float] = random.random) -> float:
-    """A pause before the attempt after this many, with full jitter."""
+    """A pause before the next attempt, with full jitter."""
     return draw() * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)

@@ -11,8 +11,8 @@ from llumsched.gateway.chats.conversation import BILLING_HEADER, Message, NotTex
 
 
 def as_completion(document: Mapping[str, Any], *, system_first: bool, effort_without_thinking: str) -> dict[str, Any]:
-    """The chat completion that says the same. `system_first`: the template takes a system message at the beginning
-    alone. `effort_without_thinking`: `reasoning_effort` of a request that wants no thinking."""
+    """The equivalent chat completion. `system_first`: the template takes a system message only at the beginning.
+    `effort_without_thinking`: `reasoning_effort` of a request without thinking."""
     given = [message for message in document["messages"] if message["role"] == "system"]
     inner = [_system_text(message["content"]) for message in given] if system_first else []
     system = "".join([_system_text(document.get("system") or ""), *inner])

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 
 
 class _Generation(jinja2.ext.Extension):
-    """Transformers' tag around what the assistant says: templates with it are to be read, too."""
+    """Transformers' tag around the assistant's words, which some templates contain."""
 
     tags = {"generation"}  # noqa: RUF012 - the library's
 
@@ -31,7 +31,8 @@ def knows_developer(template: str) -> bool:
 
 
 def takes_parts(template: str) -> bool:
-    """True if a template goes through the parts of a message's content. It gets lists of them then, else texts."""
+    """True if a template iterates over the parts of a message's content. It then gets lists of them instead of
+    texts."""
     try:
         root = _environment(jinja2.ext.loopcontrols, _Generation).parse(template)
         return any(True for _ in _loops_over_content(root))
@@ -56,7 +57,7 @@ def _environment(*extensions: type[jinja2.ext.Extension]) -> jinja2.Environment:
 
 
 def _loops_over_content(root: nodes.Template) -> Iterator[nodes.For]:
-    """Loops over the content of a message, or over a macro's parameter that gets one."""
+    """Loops over the content of a message, or over a macro's parameter that receives one."""
     messages = set(_names_of_a_message(root))
     of_macros: set[int] = set()
     parameters: dict[int, set[str]] = {}
@@ -109,7 +110,7 @@ def _names_of_messages(root: nodes.Template) -> list[str]:
 
 
 def _reads(node: nodes.Node | None, name: str, field: str | None = None) -> bool:
-    """True if an expression is this variable, or this field of it, or a filter, test or slice of that."""
+    """True if an expression is this variable, this field of it, or a filter, test or slice of that."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

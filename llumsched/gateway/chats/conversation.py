@@ -2,8 +2,8 @@
 """Messages and tools of a chat completion, as vLLM prepares them for the chat template. Pure.
 
 vLLM: `parse_chat_messages` and `safe_apply_chat_template` of vllm/renderers, `build_chat_params` of the request. The
-order of fields is that of vLLM's types: templates write tools and calls as JSON. Malformed chats raise any exception;
-the engine says what is wrong with them.
+order of fields is that of vLLM's types, since templates write tools and calls as JSON. Malformed chats raise any
+exception; the engine reports their faults.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ PART_FIELDS: Final = frozenset(
     ("audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url", "input_audio",
      "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid", "video_embeds", "video_url")
 )  # fmt: skip
-"""Fields of parts that vLLM knows. Templates that go through parts get all others as they came."""
+"""Fields of parts that vLLM knows. Other fields reach templates unchanged."""
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict", "defer_loading")
 _UNSET: Final = (None, "auto")
 
 
 class NotText(ValueError):
-    """A message has a part whose tokens are not known here."""
+    """Raised for a part of a message whose tokens are not known here."""
 
 
 def conversation(
     messages: Iterable[Any], *, as_parts: bool, knows_developer: bool, is_typed: bool = True
 ) -> list[Message]:
-    """The messages that the template gets. `as_parts`: contents are lists of parts, not texts. `knows_developer`:
-    the template has a case for the role of that name. `is_typed`: vLLM reads the messages into its types before, as it
-    does with all but those that it has made of a request for a response."""
+    """The messages for the template. `as_parts`: contents are lists of parts, not texts. `knows_developer`: the
+    template has a case for that role. `is_typed`: vLLM reads the messages into its types first, as it does unless it
+    made them from a request for a response."""
     found = [_message(message, as_parts=as_parts, is_typed=is_typed) for message in messages]
     if not knows_developer and any(message["role"] == "developer" for message in found):
         return _with_one_system_message([_without_developer(message) for message in found])
@@ -43,13 +43,13 @@ def conversation(
 
 
 def tools(document: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools that the template gets; None: none."""
+    """The tools for the template; None if there are none."""
     given = document.get("tools")
     return None if given is None else [_tool(one) for one in given]
 
 
 def variables(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything else that the template gets."""
+    """The other variables of the template."""
     told = document.get("chat_template_kwargs") or {}
     effort = document.get("reasoning_effort")
     own = {
@@ -121,7 +121,7 @@ def _without_billing_header(parts: Iterable[Any]) -> list[Any]:
 
 
 def _ordered(given: Any, *names: str) -> dict[str, Any]:
-    """The object with these fields first, where it has them. Its function's fields are in their order, too."""
+    """The object with these fields first, if present. The fields of its function are ordered too."""
     found = {name: given[name] for name in names if name in given} | _others(given, names)
     if "function" in found:
         found["function"] = _ordered(found["function"], "arguments", "name", "description", "parameters", "strict")
@@ -129,7 +129,7 @@ def _ordered(given: Any, *names: str) -> dict[str, Any]:
 
 
 def _call(call: Any, *, is_typed: bool) -> dict[str, Any]:
-    """A call whose arguments are an object: clients send them as the text of one."""
+    """A call with its arguments as an object; clients send them as JSON text."""
     function = call["function"]
     arguments = function.get("arguments")
     try:
@@ -162,7 +162,7 @@ def _without_developer(message: Message) -> Message:
 
 
 def _with_one_system_message(messages: list[Message]) -> list[Message]:
-    """All system messages as one, at the beginning: templates often take no other."""
+    """Joins all system messages into one at the beginning, since templates often take no other."""
     if all(message["role"] != "system" for message in messages[1:]):
         return messages
     contents = []

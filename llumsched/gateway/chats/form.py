@@ -16,4 +16,4 @@ class Form(StrEnum):
     TOKENS = "tokens"
     """`token_ids` of /inference/v1/generate."""
     OTHER = "other"
-    """Its length alone is estimated."""
+    """Any other form; only its length is estimated."""

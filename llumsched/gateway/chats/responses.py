@@ -11,7 +11,7 @@ from llumsched.gateway.chats.conversation import Message, NotText
 
 _UNFINISHED: Final = ("in_progress", "incomplete")
 _PAYLOAD: Final = "input"
-"""The one argument of the function that stands for a custom tool."""
+"""The argument of the function that stands for a custom tool."""
 _CUSTOM_PARAMETERS: Final = {
     "type": "object",
     "properties": {_PAYLOAD: {"type": "string", "description": "The freeform text payload for this tool."}},
@@ -21,7 +21,7 @@ _CUSTOM_PARAMETERS: Final = {
 
 
 def as_completion(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat completion that says the same. Raises NotText if it goes on from a response that an engine keeps."""
+    """The equivalent chat completion. Raises NotText if it continues a response that an engine keeps."""
     if document.get("previous_response_id"):
         raise NotText("previous_response_id")
     messages: list[Message] = []

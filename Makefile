@@ -77,12 +77,15 @@ lint: install $(STAMPS)/lint ## ruff (lint and format), mypy, lines per package 
 	@$(PY) -m tests.support.budgets
 
 docs: install ## regenerate what is generated under docs/
-	@$(PY) -m tests.support.patches
+	@$(PY) -m tests.support.patches docs/reference/patches.md
 	@$(PY) -m tests.support.diagram docs/understand/protocol.md
-	@$(PY) -m tests.support.portability
+	@$(PY) -m tests.support.portability docs/reference/portability.md
 	@$(PY) -m tests.support.failures docs/reference/failures.md
 	@$(PY) -m tests.support.settings docs/reference/settings.md
 	@$(PY) -m tests.support.llumnix_flags docs/reference/defaults.md
+	@$(PY) -m tests.support.metrics docs/reference/metrics.md
+	@$(PY) -m tests.support.proto docs/reference/proto.md
+	@$(PY) -m tests.support.http docs/reference/http.md
 
 proto: install ## regenerate the gRPC code from llumlet/contract/proto/llumlet.proto
 	@$(PY) -m llumlet.contract.proto.generate

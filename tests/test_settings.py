@@ -12,7 +12,6 @@ from llumlet.process.setting_sources import SHARED_VARIABLES
 from llumlet.process.settings import Entry, all_entries, shown_default
 from llumsched.cli import MOST_IN_HELP
 from llumsched.commands import COMMANDS, load
-from tests.support.settings import ROOT, document
 from vllm_llumnix.config import LlumletConfig, Switch
 
 PROGRAMS = {name: (*load(name).SETTINGS, CredentialFiles) for name in COMMANDS} | {"llumlet": (Switch, LlumletConfig)}
@@ -22,10 +21,6 @@ WITH_DEFAULT = [
     for entry in all_entries(classes)
     if shown_default(entry.default)
 ]
-
-
-def test_the_reference_is_current() -> None:
-    assert (ROOT / "docs/reference/settings.md").read_text() == document(), "run `make docs`"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -4,7 +4,7 @@
     GET /scale                                    all groups: {"groups": [{"model": …, "wanted": 3, …}]}
     GET /scale?model=NAME[&infer_type=neutral]    one of them alone: {"model": …, "wanted": 3, …}
 
-The second is for KEDA's `metrics-api` scaler, whose `valueLocation` is then `wanted`: docs/operate/operations.md.
+The second is for KEDA's `metrics-api` scaler, whose `valueLocation` is then `wanted`: docs/operate/scaling.md.
 """
 
 from __future__ import annotations

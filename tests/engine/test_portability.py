@@ -27,7 +27,6 @@ from tests.runner_v2 import test_inputs as runner_v2_inputs
 from tests.runner_v2 import test_kinds as runner_v2_kinds
 from tests.runner_v2 import test_marks_and_traces, test_routed_experts, test_speculation_and_lora
 from tests.runner_v2 import test_states as runner_v2_states
-from tests.support.portability import DOCUMENT, render
 from vllm_llumnix.engine.compatibility.portability import (
     KV_REFUSED_ENGINES,
     MARK,
@@ -413,7 +412,3 @@ def test_every_engine_whose_tokens_move_is_shown_to() -> None:
     experts = "routed experts in the output (--enable-return-routed-experts)"
     assert test_routed_experts.FLAGS[-1] in experts
     assert {row.reason for row in KV_REFUSED_ENGINES if row.measured} == {test_refusals.CONNECTOR, experts}
-
-
-def test_the_table_is_current() -> None:
-    assert DOCUMENT.read_text() == render(), "run `make docs`"

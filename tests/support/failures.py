@@ -4,7 +4,7 @@
     python -m tests.support.failures docs/reference/failures.md
 
 A test on real engines, or on the shells around fake ones, says which rows it proves, with `@failure(...)` above it; the
-faults of single messages are a table of cells (`tests.shells.cells`), and the transcripts say it in their first line.
+faults of single messages are a table of cells (`tests.shells.cells`).
 The document is generated from all of them.
 """
 
@@ -13,14 +13,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
-SCENARIOS = ROOT / "tests/scenarios"
 F = TypeVar("F", bound=Callable[..., Any])
 
 HEAD = """\
@@ -59,11 +57,8 @@ COLUMNS = ("dropped", "delayed", "twice", "overtaken", "answer dropped", "answer
 TRANSCRIPTS = """
 ## In transcripts
 
-The production state machines and the gate, message by message: `tests/scenarios/`. Random schedules check the same
-rules where nobody has looked yet.
-
-| scenario | what it shows |
-|---|---|
+`tests/scenarios/` has the production state machines and the gate, message by message; the first line of each file says
+what it shows. Random schedules check the same rules where nobody has looked yet.
 """
 
 
@@ -89,7 +84,7 @@ def failure(event: str, state: str, outcome: str) -> Callable[[F], F]:
 
 def document() -> str:
     shells = [SHELLS, *_faults_of_messages(), CUTS, *_rows("shells")]
-    return "".join([HEAD, *_rows("integration"), *shells, TRANSCRIPTS, *_scenarios()])
+    return "".join([HEAD, *_rows("integration"), *shells, TRANSCRIPTS])
 
 
 def _rows(package: str) -> Iterator[str]:
@@ -114,12 +109,6 @@ def _faults_of_messages() -> Iterator[str]:
         told = inspect.getdoc(cells.PLAY[scenario]).rstrip(".")
         columns = " | ".join(results.get(column, "") for column in COLUMNS)
         yield f"| {call} | {told} | {columns} |\n"
-
-
-def _scenarios() -> Iterator[str]:
-    for path in sorted(SCENARIOS.glob("*.txt")):
-        title = path.read_text().splitlines()[0].removeprefix("# ")
-        yield f"| `{path.stem}` | {re.sub(r'^Finding [0-9]+: ', '', title)} |\n"
 
 
 if __name__ == "__main__":

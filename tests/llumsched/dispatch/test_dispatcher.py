@@ -94,7 +94,7 @@ def test_a_newcomer_leaves_its_node_in_service() -> None:
 
 
 def test_the_threshold_of_the_first_metric_counts_where_more_than_the_best_may_be_chosen() -> None:
-    """As docs/operate/operations.md says."""
+    """As docs/operate/troubleshooting.md says."""
 
     def chosen(threshold: float, top_k: int) -> set[str]:
         cluster = Cluster(full(thresholds={InferType.NEUTRAL: threshold}, top_k=top_k))

@@ -8,25 +8,15 @@ import asyncio
 import importlib.util
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from llumlet.contract.types import InstanceMetadata, InstanceStatus
-from llumsched.cluster.providers.account import Account
-from llumsched.cluster.providers.lrs import RealtimeState
-from llumsched.cluster.view import View
-from llumsched.dispatch.dispatcher import Dispatcher, Ledger
 from llumsched.gateway.gateway_metrics import Metrics, Record
-from llumsched.policy.document import Mode, load_policy
-from llumsched.rescheduling.executing.counters import RescheduleCounters
-from llumsched.scaling.scaling_config import Bounds, ScalingConfig
-from llumsched.scheduler.scale_advice import Scaling
-from llumsched.scheduler.scheduler_metrics import SchedulerMetrics
+from llumsched.policy.document import Mode
+from tests.support.metrics import scheduler
 
 ROOT = Path(__file__).parents[3]
 DIRECTORY = ROOT / "deploy" / "grafana"
@@ -73,16 +63,7 @@ def of_the_gateway() -> set[str]:
 
 
 def of_a_scheduler(mode: Mode) -> set[str]:
-    view, registry = View(), CollectorRegistry()
-    view.put_metadata(InstanceMetadata(instance_id="a", incarnation="1", model="m"))
-    view.put_status(InstanceStatus(instance_id="a", incarnation="1", update_id=1))
-    ledger: Ledger = Account(time.monotonic, 10.0)
-    if mode is Mode.LITE:
-        ledger = RealtimeState(time.monotonic, view, gateway_ttl_s=30.0, state_ttl_s=600.0)
-    dispatcher = Dispatcher(view, load_policy("load-balance", mode), ledger, time.monotonic)
-    RescheduleCounters(registry)
-    Scaling(ScalingConfig(), Bounds(1, 2), view, dispatcher.table, registry)
-    return shown(asyncio.run(SchedulerMetrics(dispatcher, registry).exposition()))
+    return shown(asyncio.run(scheduler(mode)[0].exposition()))
 
 
 def of_an_engine() -> set[str]:

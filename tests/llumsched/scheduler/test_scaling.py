@@ -88,8 +88,8 @@ async def test_one_group_alone_for_scalers_that_read_a_number(client: Client) ->
 
 
 async def test_the_manifest_for_keda_asks_for_what_is_answered(client: Client) -> None:
-    """That of docs/operate/operations.md, with a model's name put in."""
-    text = (ROOT / "docs" / "operate" / "operations.md").read_text()
+    """That of docs/operate/scaling.md, with a model's name put in."""
+    text = (ROOT / "docs" / "operate" / "scaling.md").read_text()
     (manifest,) = (yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "keda.sh" in one)
     assert (manifest["apiVersion"], manifest["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
     (trigger,) = manifest["spec"]["triggers"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be moved, how exactly it goes on, and what is refused: the one table behind refusals and documentation
-(`tests.support.portability`).
+(docs/reference/portability.md).
 
 A row with a condition refuses: the text of the row is what `Migrate` and `llumnix ps` say. The rows without one say
 which class a request that moves belongs to.

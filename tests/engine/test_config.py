@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_llumnix import config, faults, hooks
+from vllm_llumnix import config, hooks
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.networks import nixl_process
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
@@ -231,13 +231,6 @@ def test_processes_with_different_series_do_not_talk(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(hooks.CONFIG_VARIABLE, config.LlumletConfig(instance_id="a").to_json())
     with pytest.raises(PatchError, match="another"):
         hooks.check_ready(Ready())
-
-
-def test_fault_points_are_checked_when_they_are_read() -> None:
-    with pytest.raises(ConfigError, match="no fault point 'nowhere'"):
-        faults.parse('[{"point": "nowhere", "action": "kill"}]')
-    with pytest.raises(ConfigError, match="not JSON"):
-        faults.parse("kill it")
 
 
 def test_the_bypass_needs_workers_of_their_own() -> None:

@@ -11,7 +11,6 @@ all those before it, up to `NOISE`.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import uuid
@@ -31,6 +30,7 @@ from tests.integration.test_rescue import HANG_S, awake, rescued, status_of
 from tests.integration.test_sensitivity import arm
 from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
+from tests.support.faults import with_faults
 from tests.support.harness import SERVED_NAME, Fleet, Server, ServerSpec, free_port
 from tests.support.moves import migrate, move_stream
 from tests.support.other_models import OTHER, build
@@ -85,7 +85,7 @@ class Pair:
         self._small_spec = self._spec(
             f"{name}-small",
             *("--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "600", "--max-num-seqs", "2"),
-            env={"LLUMNIX_FAULTS": json.dumps([*self.faults, hangs])},
+            env=with_faults([*self.faults, hangs]),
             executor="mp",
         )
         self.roomy, self._small = fleet.start(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from tests.llumlet.fake_agent import until
 from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
 from tests.support.failures import failure
+from tests.support.faults import with_faults
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
 from tests.support.moves import move_stream
 
@@ -155,8 +155,7 @@ class Cast:
         ]
         compiles = {"point": "worker.compile", "action": "delay", "seconds": COMPILES_S}
         faults.append({**compiles, "file": str(self._trigger(name, "worker.compile", "delay"))})
-        environment = {"LLUMNIX_FAULTS": json.dumps(faults)}
-        return self._spec(name, "--llumlet-peers", f"127.0.0.1:{self._port}", env=environment)
+        return self._spec(name, "--llumlet-peers", f"127.0.0.1:{self._port}", env=with_faults(faults))
 
     def _trigger(self, name: str, point: str, action: str) -> Path:
         return self._directory / f"{name}.{point}.{action}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.llumlet.fake_agent import until
 from tests.support.client import Client, Stream, StreamFailed
 from tests.support.conservation import wait_idle
 from tests.support.failures import failure
+from tests.support.faults import with_faults
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
 
 pytestmark = pytest.mark.asyncio
@@ -51,12 +51,12 @@ def three(model: Path, **fields: Any) -> list[ServerSpec]:
 
 def dying(spec: ServerSpec, point: str) -> ServerSpec:
     fault = {"point": point, "token": POISON, "action": "kill"}
-    return dataclasses.replace(spec, env={"LLUMNIX_FAULTS": json.dumps([fault])})
+    return dataclasses.replace(spec, env=with_faults([fault]))
 
 
 @pytest.fixture
 def servers(model_dir: Path, log_dir: Path) -> Iterator[list[Server]]:
-    points = ("worker.request", "loop.request", "loop.request")
+    points = ("worker.model", "loop.model", "loop.model")
     with Fleet(log_dir / "poison") as fleet:
         yield fleet.start(*map(dying, three(model_dir), points))
 

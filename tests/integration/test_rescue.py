@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +25,7 @@ from tests.integration.test_lost_owner import STOPPED_S, assert_goes_on, stopped
 from tests.support.client import Client, Stream
 from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.failures import failure
+from tests.support.faults import with_faults
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
 from tests.support.moves import migrate
 from vllm_llumnix.kv.mover.mover_thread import TIDY_SECONDS
@@ -79,7 +79,7 @@ def pair(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactor
                 name="victim",
                 instance_id="victim",
                 flags=(*FLOAT32, "--llumlet-peers", f"127.0.0.1:{port}"),
-                env={"LLUMNIX_FAULTS": json.dumps(faults)},
+                env=with_faults(faults),
                 executor="mp",
             ),
         ]

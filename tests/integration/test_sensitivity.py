@@ -7,7 +7,6 @@ comparison of the other tests would prove nothing.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.integration.conftest import Engines
 from tests.support.client import Client
+from tests.support.faults import with_faults
 from tests.support.moves import move_stream
 
 pytestmark = pytest.mark.asyncio
@@ -49,9 +49,7 @@ async def test_corrupted_byte_changes_the_tokens(engines: Engines, start_server:
         for cell in CELLS
         for layer in range(LAYERS)
     ]
-    corrupting = start_server(
-        name="corrupting", env={"LLUMNIX_FAULTS": json.dumps(specs)}, flags=("--no-enable-prefix-caching",)
-    )
+    corrupting = start_server(name="corrupting", env=with_faults(specs), flags=("--no-enable-prefix-caching",))
     unchanged = []
     async with Client(engines.a.base_url) as client:
         expected = (await (await client.complete(PROMPT, LENGTH, ignore_eos=True)).result()).token_ids

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.kv.fakes import Memory, SourceProcess, pull_of, until
+from tests.support.faults import arm
 from vllm_llumnix import faults
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import worker
@@ -51,7 +52,7 @@ def running() -> Mover:
 
 def kill_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of the mover's next turn."""
-    monkeypatch.setattr(faults, "_specs", faults.parse('[{"point": "mover.turn", "action": "raise"}]'))
+    monkeypatch.setattr(faults, "inject", arm('[{"point": "mover.turn", "action": "raise"}]'))
     os.eventfd_write(running()._wake, 1)
 
 

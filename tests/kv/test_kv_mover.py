@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, pull_of, source_process, until
+from tests.support.faults import arm, corrupt
 from vllm_llumnix import faults
 from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.errors import TransferFailed
@@ -27,7 +28,6 @@ from vllm_llumnix.kv.memory.block_memory import HostMemory
 from vllm_llumnix.kv.mover import messages
 from vllm_llumnix.kv.mover.messages import MoverInfo, PullReport, Rejected
 from vllm_llumnix.kv.mover.mover_client import MoverClient
-from vllm_llumnix.kv.mover.mover_thread import corrupt
 from vllm_llumnix.kv.serving.grants import ASLEEP, CAPABILITY_BYTES
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport import connections
@@ -372,8 +372,7 @@ class TestFailures:
 
 class TestFaults:
     def arm(self, monkeypatch: pytest.MonkeyPatch, **spec: object) -> None:
-        specs = faults.parse(json.dumps([{"point": "mover.pulled", **spec}]))
-        monkeypatch.setattr(faults, "_specs", specs)
+        monkeypatch.setattr(faults, "inject", arm(json.dumps([{"point": "mover.pulled", **spec}])))
 
     @pytest.mark.parametrize(("which", "block"), [("first", 20), ("middle", 5), ("last", 7)])
     async def test_one_byte_of_the_final_pull_is_changed(

@@ -19,6 +19,7 @@ import pytest
 from tests.exactness.cells import REASONING
 from tests.integration.test_lost_owner import has_engine
 from tests.support import input_sessions
+from tests.support.faults import with_faults
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
 from tests.support.model import PRESETS, build
 
@@ -44,7 +45,7 @@ class Cast:
         peers = ("--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "600")
         own: dict[str, dict[str, Any]] = {
             "a": {"flags": (*FLAGS, "--llumlet-port", str(port))},
-            "b": {"flags": (*FLAGS, *peers), "env": {"LLUMNIX_FAULTS": json.dumps([{**slow, "file": str(self.slow)}])}},
+            "b": {"flags": (*FLAGS, *peers), "env": with_faults([{**slow, "file": str(self.slow)}])},
             "small": {
                 "flags": (*FLAGS, *peers, *SMALL_FLAGS),
                 "max_num_seqs": 2,

@@ -4,7 +4,6 @@ compressed yet move, there and back, with the tokens and log probabilities of an
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.integration.test_sensitivity import arm
 from tests.runner_v2.there_and_back import LENGTH, assert_as_unmoved
 from tests.support.client import Client, Stream
 from tests.support.deepseek_v4 import FLAGS, WINDOW, build
+from tests.support.faults import with_faults
 from tests.support.harness import Fleet, ServerSpec
 from tests.support.moves import move_stream
 
@@ -49,7 +49,7 @@ class Pair:
              "file": str(directory / str(number)), **place}
             for number, place in enumerate(PLACES.values())
         ]  # fmt: skip
-        env = {"LLUMNIX_FAULTS": json.dumps(self.faults)}
+        env = with_faults(self.faults)
         self.a, self.b = fleet.start(self._spec("a"), self._spec("b", env=env))
 
     @staticmethod

@@ -20,7 +20,6 @@ from vllm_llumnix.kv.seams import SEAMS
 from vllm_llumnix.kv.serving.grants import CAPTURES
 from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.vllm_worker_types import ModelRunner, SchedulerOutput, Sleeper, Worker, WorkerWrapper
-from vllm_llumnix.steps.compiles import compiling
 from vllm_llumnix.steps.thinking_budget import BudgetHolder, sync_with_history
 
 logger = logging.getLogger(__name__)
@@ -66,8 +65,7 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
         _forget_former_lives(worker)
     if (budgets := thinking_budgets_of(worker.model_runner)) is not None:
         SEAMS.wrap(budgets, "ThinkingBudgetStateHolder.sync_batch", sync_with_history(budgets))
-    if any(map(faults.armed, ("worker.model", "worker.request", "worker.compile"))):
-        _arm(worker)
+    faults.hit("worker.started", worker=worker)
     _running = plane
     return messages.encode(
         MoverInfo(
@@ -172,20 +170,6 @@ def _forget_former_lives(worker: Worker) -> None:
         places: dict[str, int] = getattr(worker.model_runner, "mamba_state_idx", {})
         for new in scheduler_output.scheduled_new_reqs:
             places.pop(new.req_id, None)
-        return execute(scheduler_output, *args, **kwargs)
-
-    SEAMS.wrap(worker, "Worker.execute_model", execute_model)
-
-
-def _arm(worker: Worker) -> None:
-    """Let a test make the model hang or compile a kernel, or the worker die of a marked request in its first step."""
-    execute = worker.execute_model
-
-    def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
-        faults.hit("worker.model")
-        with compiling():
-            faults.hit("worker.compile")
-        faults.hit_tokens("worker.request", (new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs))
         return execute(scheduler_output, *args, **kwargs)
 
     SEAMS.wrap(worker, "Worker.execute_model", execute_model)

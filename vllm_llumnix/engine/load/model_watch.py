@@ -20,7 +20,7 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
     Steps, executors and the scheduler's methods are attributes; so this needs no patch.
     """
     engine, scheduler, progress = loop.engine, loop.port.scheduler, loop.progress
-    load, record, step_times, marked = loop.port.load, loop.record, loop.step_times, faults.armed("loop.request")
+    load, record, step_times = loop.port.load, loop.record, loop.step_times
     execute, update = engine.model_executor.execute_model, scheduler.update_from_output
     process_aborts, step = engine._process_aborts_queue, engine.step_fn
 
@@ -28,10 +28,7 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
         progress.execute(scheduler_output, scheduler_output.total_num_scheduled_tokens)
         record.begin(scheduler_output)
         claims.model_begins()
-        faults.hit("loop.model")
-        if marked:
-            requests = (scheduler.requests.get(name) for name in scheduler_output.num_scheduled_tokens)
-            faults.hit_tokens("loop.request", (request.prompt_token_ids for request in requests if request))
+        faults.hit("loop.model", requests=map(scheduler.requests.get, scheduler_output.num_scheduled_tokens))
         return execute(scheduler_output, *args, **kwargs)
 
     def process_aborts_queue() -> None:

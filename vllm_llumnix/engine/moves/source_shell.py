@@ -248,7 +248,7 @@ class SourceShell(Shell[Source]):
     async def _round(self, effect: do.SendRound) -> None:
         frontier = self._frontier
         assert frontier is not None
-        faults.hit("source.round", round=effect.round)
+        faults.hit("source.round")
         request = CopyRoundRequest(
             round=effect.round,
             from_block=effect.from_block,

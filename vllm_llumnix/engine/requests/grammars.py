@@ -93,13 +93,11 @@ class Grammars:
         """vLLM initialises grammars on its input thread only, and creates the backend there at the first use."""
         lock = threading.Lock()
         stock, record = self._manager.grammar_init, self._record
-        marked = faults.armed("engine.grammar")
 
         def grammar_init(request: Request) -> None:
             with lock:
                 end = record.compile(request.request_id)
-                if marked:
-                    faults.hit_tokens("engine.grammar", [request.prompt_token_ids])
+                faults.hit("engine.grammar", requests=[request])
                 try:
                     stock(request)
                 except BaseException:

@@ -25,7 +25,6 @@ from llumlet.process.credentials import Credentials
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
-from vllm_llumnix import faults
 from vllm_llumnix.engine.loop import FOREIGN_CLIENT
 from vllm_llumnix.engine.requests.request_state import Residence
 from vllm_llumnix.wire.relay_address import RelayAddress
@@ -146,7 +145,6 @@ class Relay:
                 weight_version=outputs.weight_version,
             )
         )
-        faults.hit("relay.sent")
 
     def hand_over(self, address: str, message: wire.HandedOver) -> None:
         """Tell the origin who has its request now; before that one's first token, which may never come."""

@@ -20,7 +20,6 @@ nothing: see `transport`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import logging
@@ -33,7 +32,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import torch
@@ -92,9 +90,9 @@ class Mover:
     `start`, `suspend`, `resume` and `close` belong to the thread that made it, everything else to the mover's, which
     runs where the one that calls `start` may.
 
-    missing: why transports that somebody may ask for are not there. layout: our own memory, which a
-    `corrupt` fault writes to. grants: what peers may be sent, for those who send it. at_start: what the thread does
-    before anything else.
+    missing: why transports that somebody may ask for are not there. layout: the worker's own memory, for tests that
+    corrupt it. grants: what peers may be sent, for those who send it. at_start: what the thread does before anything
+    else.
     """
 
     rank: int
@@ -364,7 +362,8 @@ class Mover:
                 job.waits_until = 0.0 if copied else began + SILENCE_SECONDS
                 if job.bytes < job.total or job.pace.delay() > 0:
                     return
-            self._pulled(job.pull)
+            pull = job.pull
+            faults.hit("mover.pulled", final=pull.final, tag=pull.tag, layout=self.layout, blocks=pull.dst_blocks)
             self._report(key, None)
         except (LlumnixError, ValueError, torch.OutOfMemoryError) as error:
             self._report(key, str(error))
@@ -394,18 +393,6 @@ class Mover:
     def _answer(self, identity: bytes, answer: messages.Answer) -> None:
         self._socket.send_multipart([identity, messages.encode(answer)])
 
-    def _pulled(self, pull: messages.Pull) -> None:
-        spec = faults.hit(
-            "mover.pulled",
-            rank=self.rank,
-            job=pull.job,
-            final=pull.final,
-            tag=pull.tag,
-            num_blocks=len(pull.dst_blocks),
-        )
-        if spec is not None and pull.dst_blocks:
-            corrupt(self.layout, pull.dst_blocks, spec)
-
 
 def _probe(probe: messages.Probe, transport: Transport) -> messages.ProbeReport:
     try:
@@ -413,21 +400,3 @@ def _probe(probe: messages.Probe, transport: Transport) -> messages.ProbeReport:
     except TransportError as error:
         return messages.ProbeReport(probe.job, str(error))
     return messages.ProbeReport(probe.job, None)
-
-
-def corrupt(layout: BlockLayout, blocks: Sequence[int], spec: dict[str, Any]) -> None:
-    """Invert one byte of our memory, or `bytes` in a row, for tests that must see it.
-
-    The byte lies in the page of layer `layer` of the `which` (first, middle, last, or a number) of `blocks`.
-    `offset` within the page is by default the most significant byte of the page's first element,
-    which holds the first token's key in every layout: in use however short the block is. All bits
-    are inverted, so that the element changes its sign and its order of magnitude.
-    """
-    which = {"first": 0, "middle": len(blocks) // 2, "last": -1}.get(spec["which"], spec["which"])
-    address, region = layout.page(blocks[which], spec["layer"])
-    offset = spec.get("offset", region.element_bytes - 1)
-    end = offset + spec.get("bytes", 1)
-    if not 0 <= offset < end <= region.page_bytes:
-        raise ValueError(f"a page has {region.page_bytes} bytes, not {end}")
-    for place in range(address + offset, address + end):
-        ctypes.c_ubyte.from_address(place).value ^= 0xFF

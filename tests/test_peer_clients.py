@@ -18,8 +18,8 @@ from llumlet.process.credentials import NONE, Credentials
 from tests.llumlet.fake_agent import FakeAgent
 from tests.support.authority import token_file
 from vllm_llumnix.wire import peer_clients
+from vllm_llumnix.wire.addresses import Reach
 from vllm_llumnix.wire.peer_clients import PeerClients
-from vllm_llumnix.wire.reach import Reach
 
 pytestmark = pytest.mark.asyncio
 

@@ -32,8 +32,7 @@ from llumlet.protocol.infer_type import InferType
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, NixlSettings, WorkerSettings
 from vllm_llumnix.switch import CONFIG_VARIABLE
-from vllm_llumnix.wire.hosts import address_of_interface, reachable_host
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach, address_of_interface, reachable_host
 from vllm_llumnix.wire.unauthenticated import mooncake_faults, nixl_faults
 
 if TYPE_CHECKING:

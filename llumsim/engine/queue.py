@@ -94,7 +94,7 @@ class Queue:
 
     def age(self, now_ps: int) -> None:
         """By priority: those that came long enough ago get the lowest one that waits, as in production
-        (`vllm_llumnix.engine.queue.ageing`)."""
+        (`vllm_llumnix.engine.queue.turns`)."""
         if not self._ageing_ps or not self._requests or now_ps < self._look_ps:
             return
         self._look_ps = now_ps + _LOOK_PS

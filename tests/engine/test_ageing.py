@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm.v1.request import Request
 
 from tests.engine.rig import Rig
-from vllm_llumnix.engine.queue.ageing import Ageing
+from vllm_llumnix.engine.queue.turns import Ageing
 
 AFTER_S = 30.0
 STEP_S = 0.5

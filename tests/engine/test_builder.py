@@ -26,7 +26,7 @@ from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.engine.requests import grammars
 from vllm_llumnix.engine.requests.builder import RequestBuilder
 from vllm_llumnix.steps.step_record import StepRecord, name_of, read
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach
 from vllm_llumnix.wire.request_wire import RequestState, encode, encode_params
 
 pytestmark = [

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from llumlet.protocol.errors import Reason, Refused
 from tests.kv.fakes import Memory, SourceProcess, describe, source_process
 from vllm_llumnix.engine.blocks.movers import Movers, SourceMemory, routes
-from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.engine.compatibility.identity import EngineFacts
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.memory.block_memory import HostMemory
 from vllm_llumnix.kv.memory.layout import BlockLayout, Cut, Strip, pair_pieces

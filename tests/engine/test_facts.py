@@ -28,7 +28,7 @@ from vllm_llumnix.config import ACCEPTABLE
 from vllm_llumnix.engine.attach import _compile_logprobs
 from vllm_llumnix.engine.blocks.movers import SourceMemory, decode_memory
 from vllm_llumnix.engine.compatibility.facts import WRITTEN_AS_BY, WrittenAs, reasoning_of, watermark_of, written_as_by
-from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.engine.compatibility.identity import EngineFacts
 from vllm_llumnix.kv.fingerprint import text_config_of
 from vllm_llumnix.kv.memory.vllm_cache import caches_of
 from vllm_llumnix.patching import contract

@@ -30,8 +30,7 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
 from tests.engine.rig import new_request, new_scheduler
 from tests.support.vision_models import HIDDEN, TEXT_TOKENS, VISION, build, picture
-from vllm_llumnix.engine.requests.features import Forms, why_features_stay
-from vllm_llumnix.engine.requests.prompts import Prompt, prompt_of
+from vllm_llumnix.engine.requests.prompts import Forms, Prompt, prompt_of, why_features_stay
 from vllm_llumnix.engine.requests.request_state import residence_of
 from vllm_llumnix.engine.requests.whole_images import send_whole_images
 from vllm_llumnix.wire.features_wire import (

@@ -14,8 +14,7 @@ from llumlet.protocol.move.selection import Order, Unit
 from llumsched.rescheduling.executing.choice import choose
 from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from tests.engine.loop import new_loop
-from vllm_llumnix.engine.compatibility.identity import EngineIdentity
-from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.engine.compatibility.identity import EngineFacts, EngineIdentity
 from vllm_llumnix.engine.service.listing import Listing
 
 

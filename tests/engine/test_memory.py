@@ -18,7 +18,7 @@ from llumlet.protocol.errors import Reason, Refused
 from tests.kv.fakes import Memory, SourceProcess, describe, source_process
 from vllm_llumnix.engine.blocks import movers as engine_memory
 from vllm_llumnix.engine.blocks.movers import Movers, SourceMemory
-from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.engine.compatibility.identity import EngineFacts
 from vllm_llumnix.kv.memory.block_memory import HostMemory
 from vllm_llumnix.kv.mover.endpoint import PrivateDirectory
 from vllm_llumnix.kv.mover.messages import BlockCopy, MoverInfo

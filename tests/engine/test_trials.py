@@ -13,8 +13,7 @@ import pytest
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.recovery.trials import Trials
 from tests.engine.loop import new_loop
-from vllm_llumnix.engine.compatibility.identity import EngineIdentity
-from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.engine.compatibility.identity import EngineFacts, EngineIdentity
 from vllm_llumnix.engine.service.listing import Listing
 from vllm_llumnix.steps import step_record
 from vllm_llumnix.steps.step_record import LastSteps, StepRecord, name_of, read

@@ -35,7 +35,7 @@ from llumlet.protocol import wire
 from llumlet.protocol.ids import Epoch
 from vllm_llumnix import hooks
 from vllm_llumnix.frontend.client import llumnix_client_class
-from vllm_llumnix.wire.relay_address import RelayAddress
+from vllm_llumnix.wire.addresses import RelayAddress
 from vllm_llumnix.wire.relay_keys import connect
 
 VOCAB_SIZE = 1000

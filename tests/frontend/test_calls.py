@@ -27,8 +27,8 @@ from tests.support.authority import token_file
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.calls import MOST_COMPARING, Calls
 from vllm_llumnix.frontend.origin import ClientStream
+from vllm_llumnix.wire.addresses import Reach
 from vllm_llumnix.wire.peer_clients import PeerClients
-from vllm_llumnix.wire.reach import Reach
 from vllm_llumnix.wire.request_wire import decode_state
 
 pytestmark = pytest.mark.asyncio

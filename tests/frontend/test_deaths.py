@@ -17,8 +17,8 @@ from llumlet.contract.server import serve
 from llumlet.process.credentials import Credentials
 from llumlet.protocol.origin.owners import STUCK_SECONDS, Owner, steps_of
 from tests.llumlet.fake_agent import FakeAgent
-from vllm_llumnix.frontend import deaths
-from vllm_llumnix.frontend.deaths import is_gone
+from vllm_llumnix.frontend import liveness as deaths
+from vllm_llumnix.frontend.liveness import is_gone
 from vllm_llumnix.steps import step_record
 from vllm_llumnix.steps.step_record import StepRecord
 

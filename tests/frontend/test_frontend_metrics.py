@@ -12,8 +12,8 @@ from prometheus_client import REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from llumlet.contract.types import Mode, MovePhase, MoveProgress, Reason
-from vllm_llumnix.engine.moves import source_records as records
-from vllm_llumnix.engine.moves.source_records import SourceRecords
+from vllm_llumnix.engine.moves import source_report as records
+from vllm_llumnix.engine.moves.source_report import SourceRecords
 from vllm_llumnix.frontend import metrics
 from vllm_llumnix.frontend.metrics import MoveMetrics
 

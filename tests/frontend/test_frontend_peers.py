@@ -19,7 +19,7 @@ from tests.llumlet.fake_agent import until
 from tests.support.cms import cms_of
 from vllm_llumnix.frontend import peers as peers_module
 from vllm_llumnix.frontend.peers import Peers
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach
 
 pytestmark = pytest.mark.asyncio
 

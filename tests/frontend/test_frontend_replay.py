@@ -35,7 +35,7 @@ from tests.frontend.fakes import (
 )
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix.frontend import calls
-from vllm_llumnix.frontend.watching import LOOK_SECONDS
+from vllm_llumnix.frontend.liveness import LOOK_SECONDS
 from vllm_llumnix.wire.request_wire import RequestState, decode_state
 
 pytestmark = pytest.mark.asyncio

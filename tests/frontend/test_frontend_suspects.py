@@ -24,7 +24,7 @@ from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of, until
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix.frontend import asgi, endings
-from vllm_llumnix.frontend.watching import LOOK_SECONDS
+from vllm_llumnix.frontend.liveness import LOOK_SECONDS
 from vllm_llumnix.steps import step_record
 from vllm_llumnix.steps.step_record import StepRecord
 from vllm_llumnix.wire.request_wire import decode_state

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from llumlet.process.tasks import end
-from vllm_llumnix.frontend import watching
-from vllm_llumnix.frontend.watching import LOOK_SECONDS, Standstills, watch
+from vllm_llumnix.frontend import liveness
+from vllm_llumnix.frontend.liveness import LOOK_SECONDS, Standstills, watch
 
 
 def test_a_standstill_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several things were due in it: the watch and a timer, say."""
     now = 0.0
-    monkeypatch.setattr(watching.time, "monotonic", lambda: now)
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now)
     standstills = Standstills()
     now = 10.0
     assert standstills.since(10.0 - LOOK_SECONDS) == 0.0, "not long"
@@ -48,7 +48,7 @@ class Late:
 async def test_who_is_late_each_time_looks_every_second_time_and_an_error_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.001)
     late = Late()
     watched = asyncio.create_task(watch(weakref.ref(late)))
     async with asyncio.timeout(60):

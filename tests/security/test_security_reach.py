@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_llumnix.wire.hosts import reachable_host
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach, reachable_host
 
 HERE, ANYWHERE = Reach(anywhere=False), Reach(anywhere=True)
 

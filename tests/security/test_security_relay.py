@@ -26,10 +26,9 @@ from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client,
 from tests.support.authority import token_file
 from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.engine.service.relay_sender import Relay as EngineRelay
-from vllm_llumnix.frontend.key_check import KeyCheck
+from vllm_llumnix.frontend.relay_socket import KeyCheck
 from vllm_llumnix.switch import CONFIG_VARIABLE
-from vllm_llumnix.wire.reach import Reach
-from vllm_llumnix.wire.relay_address import RelayAddress
+from vllm_llumnix.wire.addresses import Reach, RelayAddress
 from vllm_llumnix.wire.relay_keys import ZAP_DOMAIN, OriginKeys
 
 pytestmark = pytest.mark.asyncio

@@ -48,7 +48,7 @@ from vllm_llumnix.engine.moves import migrations
 from vllm_llumnix.engine.recovery import claims
 from vllm_llumnix.engine.service import agent as agent_module
 from vllm_llumnix.engine.service import relay_sender as engine_relay
-from vllm_llumnix.frontend import watching
+from vllm_llumnix.frontend import liveness
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ HURRIED: dict[tuple[Any, str], float] = {
     (origin, "PROBE_SECONDS"): 0.2,
     (owners, "SUSPECT_SECONDS"): 0.3,
     (owners, "LOST_SECONDS"): 0.7,
-    (watching, "LOOK_SECONDS"): 0.05,
+    (liveness, "LOOK_SECONDS"): 0.05,
     (replay, "CALL_SECONDS"): 1.0,
     (replay, "RETRY_SECONDS"): 0.05,
 }

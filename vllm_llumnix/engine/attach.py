@@ -21,7 +21,7 @@ from vllm_llumnix.engine.load.progress import Progress
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.moves.pauses import CHANGED
 from vllm_llumnix.engine.recovery.claims import Claims
-from vllm_llumnix.engine.requests.features import why_features_stay
+from vllm_llumnix.engine.requests.prompts import why_features_stay
 from vllm_llumnix.engine.requests.whole_images import send_whole_images
 from vllm_llumnix.engine.seams import SEAMS, require
 from vllm_llumnix.engine.service.agent import LlumletAgent, open_llumlet

@@ -13,8 +13,7 @@ from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.engine.blocks.movers import Movers
 from vllm_llumnix.engine.compatibility.identity import EngineIdentity
 from vllm_llumnix.engine.loop import EngineLoop
-from vllm_llumnix.engine.service.forwarding import Forwarding
-from vllm_llumnix.engine.service.relay_sender import Relay
+from vllm_llumnix.engine.service.relay_sender import Forwarding, Relay
 from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.wire.peer_clients import PeerClients
 

@@ -17,8 +17,8 @@ from llumlet.process.tasks import Tasks
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.origin import replay_words as words
 from vllm_llumnix.adapters import Adapters
-from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.kept_inputs import named_tokens
+from vllm_llumnix.frontend.liveness import is_gone
 from vllm_llumnix.frontend.vllm_client_types import CacheConfig
 from vllm_llumnix.wire.peer_clients import PeerClients
 from vllm_llumnix.wire.request_wire import RequestState, encode, state_from, without_name

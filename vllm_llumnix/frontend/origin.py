@@ -31,16 +31,14 @@ from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
 from vllm_llumnix.frontend import endings
 from vllm_llumnix.frontend.calls import Calls
-from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.kept_inputs import num_prompt_tokens, room_for, why_never, without_inputs
+from vllm_llumnix.frontend.liveness import Standstills, is_gone, watch
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
-from vllm_llumnix.frontend.output_form import output_form_of
 from vllm_llumnix.frontend.peers import Peers
-from vllm_llumnix.frontend.relay_socket import Complaints, Receive, RelaySocket
+from vllm_llumnix.frontend.relay_socket import Complaints, Receive, RelaySocket, output_form_of
 from vllm_llumnix.frontend.server_drain import drain
 from vllm_llumnix.frontend.session_inputs import send_part
 from vllm_llumnix.frontend.vllm_client_types import BalancingClient, Client, VllmConfig
-from vllm_llumnix.frontend.watching import Standstills, watch
 from vllm_llumnix.steps import step_record
 from vllm_llumnix.wire.peer_clients import PeerClients
 from vllm_llumnix.wire.relay_convert import check, engine_output_from, sliced

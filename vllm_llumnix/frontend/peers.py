@@ -20,7 +20,7 @@ from llumlet.contract.cms.stores import open_directory
 from llumlet.contract.types import PeersResponse
 from llumlet.process.credentials import Credentials
 from llumlet.process.redis_url import split_stores
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach
 
 logger = logging.getLogger("vllm.llumnix")
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The relay's end at the origin: a ROUTER socket on which engines report the requests that began here.
 
-With tokens, only engines that have one of them can connect (`relay_keys`).
+With tokens, only engines that have one of them can connect: `KeyCheck` answers libzmq's question about each connection
+(ZAP, ZMQ RFC 27).
 
-One per API server process. A peer can send what it likes: messages are bounded before they are decoded, decoded into
-structs of our own, and whatever is wrong with one of them is counted, logged at a limited rate, and changes nothing for
-the others. Sending never waits: an answer that a peer does not take is dropped, and the peer's next message brings
-another one.
+One socket per API server process. A peer can send anything: messages are bounded before they are decoded into structs
+of our own, and a wrong one is counted, logged at a limited rate, and changes nothing for others. Sending never waits:
+an answer that a peer does not take is dropped, and the peer's next message brings another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import ipaddress
 import logging
 import socket
@@ -24,10 +25,10 @@ import zmq.asyncio
 
 from llumlet.process.tasks import post
 from llumlet.protocol import wire
-from vllm_llumnix.frontend.key_check import KeyCheck
-from vllm_llumnix.wire.hosts import reachable_host
-from vllm_llumnix.wire.relay_address import RelayAddress
-from vllm_llumnix.wire.relay_keys import OriginKeys
+from vllm_llumnix.frontend.vllm_client_types import VllmConfig
+from vllm_llumnix.wire.addresses import RelayAddress, reachable_host
+from vllm_llumnix.wire.relay_convert import ExpertsForm, OutputForm
+from vllm_llumnix.wire.relay_keys import ZAP_DOMAIN, OriginKeys
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -173,3 +174,44 @@ def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
+
+
+_ENDPOINT = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+
+class KeyCheck:
+    """The ZAP handler of one context: accepts the engines' keys. There can be only one.
+
+    `refused` is told the address of everybody else. libzmq holds connections back until `run` answers.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, keys: OriginKeys, refused: Callable[[str], None]) -> None:
+        self._keys = keys
+        self._refused = refused
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(_ENDPOINT)
+
+    async def run(self) -> None:
+        """Answer until cancelled."""
+        while True:
+            version, question, domain, address, _, mechanism, *proof = await self._socket.recv_multipart()
+            known = (version, domain, mechanism, len(proof)) == (_VERSION, ZAP_DOMAIN, b"CURVE", 1)
+            if known and any(hmac.compare_digest(proof[0], one) for one in self._keys.accepted):
+                status, text = b"200", b"OK"
+            else:
+                status, text = b"400", b"not this cluster's key"
+                self._refused(address.decode(errors="replace"))
+            await self._socket.send_multipart([_VERSION, question, status, text, b"", b""])
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+def output_form_of(vllm_config: VllmConfig) -> OutputForm:
+    model, experts = vllm_config.model_config, None
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        counts = (model.get_total_num_hidden_layers(), model.get_num_experts_per_tok(), model.get_num_experts())
+        experts = ExpertsForm(*counts)
+    return OutputForm(model.get_vocab_size(), model.return_sampling_mask, experts)

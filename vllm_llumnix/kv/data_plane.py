@@ -44,7 +44,7 @@ from vllm_llumnix.kv.transport.staged import Network, StagedTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.vllm_worker_types import Worker
 from vllm_llumnix.wire import block_tls
-from vllm_llumnix.wire.hosts import reachable_host, with_port
+from vllm_llumnix.wire.addresses import reachable_host, with_port
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from llumlet.contract.errors import LlumletError
 from llumlet.process.addresses import Address
 from llumlet.process.credentials import Credentials
 from llumlet.protocol.errors import Reason
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach
 
 MAX_CLIENTS = 256
 """Llumlets to which a client is kept at a time."""

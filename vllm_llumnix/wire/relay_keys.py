@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from llumlet.process.credentials import Credentials
-from vllm_llumnix.wire.relay_address import RelayAddress
+from vllm_llumnix.wire.addresses import RelayAddress
 
 ZAP_DOMAIN = b"llumnix"
 _PURPOSE = b"llumnix-relay-1"

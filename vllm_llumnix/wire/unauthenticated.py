@@ -9,8 +9,7 @@ from typing import Protocol
 
 from llumlet.process.setting_sources import Reading
 from vllm_llumnix.kv.networks.nixl_process import why_not_installed
-from vllm_llumnix.wire.hosts import address_of_interface
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach, address_of_interface
 
 _OF_MOONCAKE = (
     "--llumlet-mooncake-protocol",

@@ -16,14 +16,14 @@ import zmq.asyncio
 
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
-from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+from vllm_llumnix.engine.compatibility.identity import EngineFacts
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.memory.layout import WHOLE, BlockLayout, Cut, Cuts, OfHeads
 from vllm_llumnix.kv.mover.messages import BlockCopy, MoverInfo, PeerMemory, Pull
 from vllm_llumnix.kv.mover.mover_client import MoverClient
 from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach
 
 logger = logging.getLogger("vllm.llumnix")
 

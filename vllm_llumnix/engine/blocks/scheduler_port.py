@@ -35,11 +35,10 @@ from vllm_llumnix.engine.blocks.latest_states import LatestStates
 from vllm_llumnix.engine.blocks.reservations import Reservations, adapters_of
 from vllm_llumnix.engine.load.computed_tokens import computed_tokens_of
 from vllm_llumnix.engine.load.load_events import counters_of
-from vllm_llumnix.engine.queue.ageing import Ageing
 from vllm_llumnix.engine.queue.newcomers import Newcomers
 from vllm_llumnix.engine.queue.sessions import Sessions
 from vllm_llumnix.engine.queue.shortage import Shortage
-from vllm_llumnix.engine.queue.turns import protect, queue_in_turn
+from vllm_llumnix.engine.queue.turns import Ageing, protect, queue_in_turn
 from vllm_llumnix.engine.requests.request_state import BETWEEN_PARTS, first_holding, why_not_now
 from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
 
@@ -89,7 +88,7 @@ class SchedulerPort:
     it; `reservations` and `newcomers` are those that come.
 
     `load`, `tokens` and `cached_blocks` follow the scheduler from here on: it has no request yet. `ageing_s`: see
-    `ageing`.
+    `turns.Ageing`.
     """
 
     def __init__(self, scheduler: Scheduler, ageing_s: float = 0.0) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of itself to those whose requests may come, and to which its own may go: see `likeness`."""
+"""What an engine says of itself to those whose requests may come, and to which its own may go: see `identity`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from vllm_llumnix.engine.blocks.block_rows import kind_of
-from vllm_llumnix.engine.compatibility.likeness import (
+from vllm_llumnix.engine.compatibility.identity import (
     ARRANGEMENT,
     BLOCK_SIZE,
     LAYOUT,
@@ -83,7 +83,7 @@ def watermark_of(config: Any) -> str | None:
 
 
 def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str] = ()) -> EngineFacts:
-    """accepted: differences that do not matter, see `likeness.ACCEPTABLE`."""
+    """accepted: differences that do not matter, see `config.ACCEPTABLE`."""
     import vllm
 
     config = engine.vllm_config

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who this engine is, and what it is able to do."""
+"""Identity of this engine, its abilities, and the facts that another engine must share.
+
+    tokens   facts that decide which tokens come: equal, or the request stays. An operator may accept some differences.
+    cache    layout of the KV cache in memory: equal, or the request comes with its tokens alone
+
+With an accepted difference (`--llumlet-accept`) the same numbers are computed but for rounding: a greedy answer goes on
+as the second engine would have it, which may be another token than the first one's, some time after the move.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+from collections.abc import Iterable, Mapping
 
-from vllm_llumnix.engine.compatibility.likeness import EngineFacts
+import msgspec
+
+from vllm_llumnix.config import ACCEPTABLE
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -44,3 +55,84 @@ class EngineIdentity:
         if self.kv_unsupported is None:
             self.kv_unsupported = reason
             logger.warning("llumlet: requests leave this engine without their KV cache: %s", reason)
+
+
+PARAMETERS = "parameters"
+"""How the model's parameters are cut and packed in memory, and a sample of what is in them."""
+_PACKED_BY = {"device", "parallel"}
+"""Facts that decide how parameters are cut and packed: with one of them accepted, `PARAMETERS` is not compared."""
+STAGES, TENSOR_PARALLEL, PAGES = "pipeline_and_context_parallel", "tensor_parallel", "pages"
+BLOCK_SIZE = "block_size"
+LAYOUT = "layout"
+ARRANGEMENT = "arrangement"
+"""Facts about a KV cache. Without stages, another number of workers is no matter: movers know which heads a page has,
+and copy those that they need (`movers.routes`); or they say that they cannot."""
+_MOST_SHOWN = 200
+"""Characters of what a peer says."""
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """Facts by name. A value that begins with # is a digest, which means nothing to people."""
+
+    tokens: dict[str, str]
+    cache: dict[str, str]
+
+    @classmethod
+    def of(cls, tokens: Mapping[str, object], cache: Mapping[str, object], accepted: Iterable[str] = ()) -> EngineFacts:
+        """accepted: which of ACCEPTABLE may differ. Two engines must accept the same."""
+        accepted = sorted(accepted)
+        left_out = {*accepted} if _PACKED_BY.isdisjoint(accepted) else {*accepted, PARAMETERS}
+        kept = {name: str(value) for name, value in tokens.items() if name not in left_out}
+        return cls({**kept, "accept": ",".join(accepted)}, {name: str(value) for name, value in cache.items()})
+
+    @property
+    def digest(self) -> str:
+        """Equal where requests can go on."""
+        return _digest(self.tokens)
+
+    @property
+    def cache_digest(self) -> str:
+        """Equal where KV caches lie alike."""
+        return _digest(self.cache)
+
+    def why_not_tokens(self, theirs: EngineFacts) -> str | None:
+        """Why a request of theirs does not go on here; None if it does."""
+        return _difference(self.tokens, theirs.tokens)
+
+    def why_not_cache(self, theirs: EngineFacts, *, of_any_block_size: bool = False) -> str | None:
+        """Why a KV cache of theirs is of no use here; None if it is, as far as facts tell. `of_any_block_size`: movers
+        copy parts of blocks, or say that they cannot, as they do where only the order of a page's dimensions is
+        another; but kernels that have an arrangement of their own know one order."""
+        ours, of_others = dict(self.cache), dict(theirs.cache)
+        if not ours.get(STAGES):
+            may_differ = [TENSOR_PARALLEL, BLOCK_SIZE] if of_any_block_size else [TENSOR_PARALLEL]
+            if differing := [name for name in may_differ if ours.get(name) != of_others.get(name)]:
+                for facts in (ours, of_others):
+                    for name in (*differing, PAGES):
+                        facts.pop(name, None)
+            if not (ours.get(ARRANGEMENT) or of_others.get(ARRANGEMENT)):
+                for facts in (ours, of_others):
+                    facts.pop(LAYOUT, None)
+        return _difference(ours, of_others)
+
+
+def named(value: object) -> str:
+    """A digest of something too long to be told."""
+    return "#" + hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:16]
+
+
+def _digest(facts: Mapping[str, str]) -> str:
+    return hashlib.sha256(msgspec.json.encode(sorted(facts.items()))).hexdigest()[:16]
+
+
+def _difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return "; ".join(_said(name, ours.get(name, ""), theirs.get(name, "")) for name in differing) or None
+
+
+def _said(name: str, ours: str, theirs: str) -> str:
+    words = name[:_MOST_SHOWN].replace("_", " ")
+    if "#" in (ours[:1], theirs[:1]):
+        return f"{words} differ"
+    flag = f", see --llumlet-accept {name}" if name in ACCEPTABLE else ""
+    return f"{words}: {ours or 'none'} here, {theirs[:_MOST_SHOWN] or 'none'} at the source{flag}"

@@ -35,9 +35,9 @@ from vllm_llumnix import faults
 from vllm_llumnix.engine.blocks.block_rows import BlockRows
 from vllm_llumnix.engine.blocks.reblocking import rows_between
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.moves.destination_callers import settle_response
 from vllm_llumnix.engine.moves.destination_shell import DestinationShell
 from vllm_llumnix.engine.moves.pauses import CallOff
+from vllm_llumnix.engine.moves.shell import settle_response
 from vllm_llumnix.engine.requests.builder import RequestBuilder
 
 

@@ -36,8 +36,7 @@ from vllm_llumnix.engine.compatibility.way import why_request_not_portable
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.moves.destination_admission import Admission
 from vllm_llumnix.engine.moves.destination_blocks import DestinationBlocks
-from vllm_llumnix.engine.moves.destination_callers import Callers, settle_response
-from vllm_llumnix.engine.moves.shell import Shell
+from vllm_llumnix.engine.moves.shell import Callers, Shell, settle_response
 from vllm_llumnix.engine.requests.builder import RequestBuilder
 from vllm_llumnix.engine.requests.request_state import Residence
 from vllm_llumnix.engine.vllm_types import Request

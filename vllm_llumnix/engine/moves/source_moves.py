@@ -11,8 +11,7 @@ from vllm_llumnix.engine.compatibility.way import Way
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.moves.pauses import CallOff
 from vllm_llumnix.engine.moves.source_calls import Target
-from vllm_llumnix.engine.moves.source_records import SourceRecords
-from vllm_llumnix.engine.moves.source_report import Report
+from vllm_llumnix.engine.moves.source_report import Report, SourceRecords
 from vllm_llumnix.engine.moves.source_shell import SourceShell
 from vllm_llumnix.engine.requests.request_state import Residence
 from vllm_llumnix.engine.vllm_types import Request

@@ -37,8 +37,7 @@ from vllm_llumnix.engine.blocks.scheduler_port import Frontier, FrozenRequest
 from vllm_llumnix.engine.compatibility.way import Way
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.moves.shell import Shell
-from vllm_llumnix.engine.moves.source_calls import HandoverCalls, Target, decided
-from vllm_llumnix.engine.moves.source_origin_calls import OriginCalls
+from vllm_llumnix.engine.moves.source_calls import HandoverCalls, OriginCalls, Target, decided
 from vllm_llumnix.engine.moves.source_report import Report, SourceReport
 from vllm_llumnix.engine.moves.source_request import SourceRequest
 from vllm_llumnix.engine.requests.request_state import Residence

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose turn it is at a scheduler to which requests come in the middle of their lives. Loop thread only."""
+"""The order of vLLM's queue for requests that enter it in the middle of their lives, and for those that wait for long.
+Loop thread only."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
@@ -42,3 +47,31 @@ def protect(scheduler: Scheduler, request: Request) -> None:
 def _turn(request: Request) -> tuple[bool, float]:
     has_begun = request.status == RequestStatus.PREEMPTED or request.num_output_tokens > 0
     return not has_begun, request.arrival_time
+
+
+_LOOK_S: Final = 1.0
+"""Between two looks: each sorts the queue."""
+
+
+class Ageing:
+    """`after_s` 0: never. `clock` is that of `arrival_time`."""
+
+    def __init__(self, scheduler: Scheduler, after_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._scheduler = scheduler
+        self._after_s = after_s if scheduler.policy == SchedulingPolicy.PRIORITY else 0.0
+        self._clock = clock
+        self._due_s = 0.0
+
+    def before_step(self) -> None:
+        if not self._after_s or not self._scheduler.waiting or (now_s := self._clock()) < self._due_s:
+            return
+        self._due_s = now_s + _LOOK_S
+        first, *others = self._scheduler.waiting
+        latest_s = now_s - self._after_s
+        raised = [one for one in others if one.priority > first.priority and one.arrival_time < latest_s]
+        if not raised:
+            return
+        self._scheduler.waiting.remove_requests(raised)
+        for request in raised:
+            request.priority = first.priority
+            self._scheduler.waiting.add_request(request)

@@ -12,13 +12,12 @@ from vllm.lora.request import LoRARequest
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.adapters import Adapters
-from vllm_llumnix.engine.requests.features import Forms
 from vllm_llumnix.engine.requests.grammars import Grammars
-from vllm_llumnix.engine.requests.prompts import check_tokens
+from vllm_llumnix.engine.requests.prompts import Forms, check_tokens
 from vllm_llumnix.engine.requests.request_state import Residence, build_request, settle_in
 from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.steps.step_record import StepRecord
-from vllm_llumnix.wire.reach import Reach
+from vllm_llumnix.wire.addresses import Reach
 from vllm_llumnix.wire.request_wire import RequestState, decode_state
 
 logger = logging.getLogger("vllm.llumnix")

@@ -22,8 +22,7 @@ from vllm.v1.request import RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.wire import MALFORMED
-from vllm_llumnix.engine.requests.features import Forms
-from vllm_llumnix.engine.requests.prompts import check_tokens, prompt_of
+from vllm_llumnix.engine.requests.prompts import Forms, check_tokens, prompt_of
 from vllm_llumnix.engine.vllm_types import Request, Scheduler
 from vllm_llumnix.wire.request_wire import CONNECTOR_ARGS, RequestState, SessionState, state_from
 

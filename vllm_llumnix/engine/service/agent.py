@@ -44,14 +44,13 @@ from vllm_llumnix.engine.requests.builder import RequestBuilder
 from vllm_llumnix.engine.requests.input_parts import InputParts
 from vllm_llumnix.engine.service.aborts import Aborts
 from vllm_llumnix.engine.service.engine_drain import REPORT_SECONDS, Drain
-from vllm_llumnix.engine.service.forwarding import Forwarding
 from vllm_llumnix.engine.service.listing import Listing
 from vllm_llumnix.engine.service.metadata import metadata_of
-from vllm_llumnix.engine.service.relay_sender import Relay
+from vllm_llumnix.engine.service.relay_sender import Forwarding, Relay
 from vllm_llumnix.engine.service.status import StatusSource
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.mover.messages import MoverInfo
-from vllm_llumnix.wire.hosts import reachable_host
+from vllm_llumnix.wire.addresses import reachable_host
 from vllm_llumnix.wire.peer_clients import PeerClients
 
 CALL_SECONDS = 10.0

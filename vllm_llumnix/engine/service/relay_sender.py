@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,13 +22,14 @@ import zmq
 import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutputs
 
+from llumlet.process.addresses import Address
 from llumlet.process.credentials import Credentials
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
 from vllm_llumnix.engine.loop import FOREIGN_CLIENT
 from vllm_llumnix.engine.requests.request_state import Residence
-from vllm_llumnix.wire.relay_address import RelayAddress
+from vllm_llumnix.wire.addresses import RelayAddress
 from vllm_llumnix.wire.relay_convert import token_output_from
 from vllm_llumnix.wire.relay_keys import connect
 
@@ -311,3 +313,27 @@ class _Origin:
     def close(self, linger_ms: int = 0) -> None:
         self._task.cancel()
         self._socket.close(linger=linger_ms)
+
+
+ENTRIES = 65_536
+"""Requests that are remembered, those that left last: to send late aborts after them."""
+
+
+class Forwarding:
+    """The llumlet to which each request has gone from here, by the request's id."""
+
+    def __init__(self) -> None:
+        self._left: OrderedDict[str, Address] = OrderedDict()
+
+    def remember(self, request_id: str, address: Address) -> None:
+        self._left[request_id] = address
+        self._left.move_to_end(request_id)
+        if len(self._left) > ENTRIES:
+            self._left.popitem(last=False)
+
+    def came_back(self, request_id: str) -> None:
+        self._left.pop(request_id, None)
+
+    def owner_of(self, request_id: str) -> Address | None:
+        """The instance that a request went to; None for one that has not left, or is forgotten."""
+        return self._left.get(request_id)

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.wire.hosts import with_port
+from vllm_llumnix.wire.addresses import with_port
 
 if TYPE_CHECKING:
     from vllm_llumnix.kv.networks.staging import Slot

@@ -18,7 +18,7 @@ from vllm_llumnix.kv.memory.layout import WHOLE, BlockLayout, Cuts
 from vllm_llumnix.kv.mover.messages import BlockAnswer, BlockRequest, PeerMemory, decode_block_answer
 from vllm_llumnix.kv.transport.base import require_readable
 from vllm_llumnix.kv.transport.blocks_tcp import receive_frame, send_frame
-from vllm_llumnix.wire.hosts import connect, host_of
+from vllm_llumnix.wire.addresses import connect, host_of
 
 T = TypeVar("T")
 

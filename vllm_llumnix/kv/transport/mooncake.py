@@ -10,7 +10,7 @@ from vllm_llumnix.kv.mover.messages import PeerMemory
 from vllm_llumnix.kv.networks.mooncake import MooncakeEngine, MooncakeRead
 from vllm_llumnix.kv.networks.staging import Slot
 from vllm_llumnix.kv.transport.connections import CONNECT_SECONDS
-from vllm_llumnix.wire.hosts import connect
+from vllm_llumnix.wire.addresses import connect
 
 
 class MooncakeNetwork:

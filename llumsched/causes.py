@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a gateway sends an instance nothing: a word between gateways and schedulers."""
+"""Reasons why a gateway sends an instance nothing, shared by gateways and schedulers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from enum import StrEnum
 
 class Cause(StrEnum):
     UNREACHABLE = "unreachable"
-    """No connection to it can be made."""
+    """No connection to the instance can be made."""
     ERRORS = "errors"
-    """Answers of status 500 and above, and answers that break off."""
+    """Answers have status 500 and above, or break off."""
     REFUSALS = "refusals"
-    """An instance that refuses what another instance takes."""
+    """The instance refuses requests that another one takes."""
     SILENCE = "silence"
-    """Several requests wait for it and nothing comes, while others answer."""
+    """Several requests wait for the instance and nothing comes, while others answer."""
     SLOWNESS = "slowness"
-    """An instance whose tokens come many times slower than those of others with the same model."""
+    """Tokens come many times slower than from others with the same model."""
     HANG = "hang"
-    """An instance whose API server answers, and its engine core does nothing."""
+    """The API server answers, and its engine core does nothing."""

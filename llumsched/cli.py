@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command `llumnix`. Each sub-command is a module of `llumsched.commands`.
 
-Every mistake in a command line is reported at once, so the parser itself checks next to nothing: what can be wrong is
-found by the settings' readers, and by the command's `prepare`.
+All mistakes in a command line are reported at once, so the parser checks almost nothing: the settings' readers and the
+command's `prepare` do.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def prepare(name: str, words: Sequence[str], environ: Mapping[str, str] = os.env
 
 
 def _unknown(name: str, words: Sequence[str]) -> Iterator[str]:
-    """Faults of words that the command has no use for. The word after a flag passes for its value."""
+    """Faults of words that the command does not know. The word after an unknown flag counts as its value."""
     is_value = False
     for word in words:
         if is_value and not word.startswith("-"):
@@ -114,7 +114,7 @@ def _unknown(name: str, words: Sequence[str]) -> Iterator[str]:
 
 
 def _answer(name: str, flag: str) -> str:
-    """A hint for a flag that the command `name` does not have: the commands that have it, or a similar flag."""
+    """A hint for a flag that the command `name` lacks: the commands that have it, or a similar flag."""
     if name in _SERVERS:
         if instead := instead_of(flag):
             return instead
@@ -129,14 +129,14 @@ def _flags_of(command: str) -> set[str]:
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
-    """A question that names the nearest of what is known; empty if nothing is near."""
+    """A question that names the nearest known word; "" if none is near."""
     by_word = {each.lstrip("-"): each for each in known}  # dashes are alike in all
     near = difflib.get_close_matches(word.lstrip("-"), by_word, 1, 0.75)
     return f"did you mean {by_word[near[0]]}?" if near else ""
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our arguments, and those after the first `--`, for a command that hands them on."""
+    """Our arguments, and those after the first `--`."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]

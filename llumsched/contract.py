@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON between gateways and schedulers, field for field that of Llumnix.
+"""The JSON between gateways and schedulers, with Llumnix's fields.
 
-What is not known is ignored; what is known must have the right type and size. Additions: `priority` and whatever else
-`Request` has (`prompt_blocks` only to a scheduler that has asked for it, by `prompt_block_size` of an answer),
-`excluded_endpoints`, with which a second try names who failed the first, and `dp_rank_local`, the rank among those of
-its API server, unless it is the only one there.
+Unknown fields are ignored; known ones must have the right type and size. Additions to Llumnix: `priority` and the other
+fields of `Request` (`prompt_blocks` only after the scheduler asked for it by `prompt_block_size`),
+`excluded_endpoints`, the instances that failed the request, and `dp_rank_local`, the rank within the API server if
+there are several.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from llumsched.request import MOST_PROMPT_BLOCKS, Count, Milliseconds, Name, Req
 
 SCHEDULER_PORT: Final = 8002
 CMS_PORT: Final = SCHEDULER_PORT + 1
-"""Ports of a scheduler's HTTP service and of the CMS in it, unless others are said: the CMS is at the next port."""
+"""Default ports of a scheduler's HTTP service and of its CMS, which is at the next port."""
 MAX_BODY_BYTES = 16 << 20
-"""Limit of one call. The token ids of a prompt of a million take half of it."""
+"""Largest body of a call. The token ids of a prompt of a million take half of it."""
 
 MOST_EXCLUDED: Final = 10_000
-"""Instances that a request may exclude: as many as a cluster has."""
+"""Largest number of instances that a request may exclude: as many as a cluster has."""
 NOT_IN_TIME: Final = "no endpoint in time"
-"""The beginning of the text with which a scheduler refuses a request that may wait, and that it would place if it might
-not. The status is the same as where there is no endpoint at all."""
+"""Beginning of the refusal of a request that may wait and would be placed if it might not. The status is the same as
+for no endpoint."""
 MODEL_AWAY: Final = "no endpoint for the model now"
-"""The beginning of the text with which a scheduler refuses a request for a model that it knows and nobody serves."""
+"""Beginning of the refusal of a request for a known model that no instance serves."""
 MODEL_NEEDED: Final = "model is needed"
-"""The beginning of the text with which a scheduler refuses a request that names no model where there are several."""
+"""Beginning of the refusal of a request that names no model although there are several."""
 RequestId = Annotated[str, Meta(min_length=1, max_length=1024)]
-"""An id that is not empty: requests without one would all be the same, each a retry of the one before."""
+"""A request id that is not empty, as requests with equal ids count as retries."""
 Port = Annotated[int, Meta(ge=0, le=65535)]
 T = TypeVar("T")
 
@@ -63,39 +63,38 @@ class LLMInstance(Struct):
     version: int = 0
     aux_ip: Name = ""
     aux_port: int = 0
-    """Address for KV transfers, the llumlet's. For gateways of Llumnix, which hand it from a prefill to a decode; ours
-    does not read it."""
+    """Address for KV transfers (the llumlet's), for gateways of Llumnix. Ours does not read it."""
     dp_rank: int = 0
     dp_size: int = 0
     dp_rank_local: int | UnsetType = UNSET
     prompt_block_size: int | UnsetType = UNSET
-    """Tokens of the blocks that this scheduler wants named in `prompt_blocks` of the model's next requests."""
+    """Tokens per block of the `prompt_blocks` that this scheduler wants for the model's next requests."""
     predicted_ttft: Milliseconds | UnsetType = UNSET
-    """Predicted of the request there, if it was placed by that: from now to its first token; and between two."""
+    """Predictions that led to this placement: time from now to the first token, and time between two."""
     predicted_tpot: Milliseconds | UnsetType = UNSET
     refuses_late: bool | UnsetType = UNSET
-    """True: this scheduler refuses a request that may wait where its objectives would be missed."""
+    """True if this scheduler refuses a request that may wait when its objectives would be missed."""
     cached_tokens: int | UnsetType = UNSET
-    """Tokens of the prompt that are in the instance's prefix cache, as far as this scheduler knows."""
+    """Tokens of the prompt known to be in the instance's prefix cache."""
 
 
 class SchedulingRequest(Request, frozen=True, kw_only=True):
-    """A request, and who asks for which places. The answer is the same with its `scheduling_result`."""
+    """A request for a place. The answer is the same with its `scheduling_result`."""
 
     id: RequestId
     gateway_id: Name = ""
     scheduling_mode: Literal["neutral", "pd_batch", "pd_staged"] = field(default_factory=lambda: "neutral")
-    """The mode; always written, so no plain default."""
+    """The mode, which is always written and thus has no default."""
     scheduling_stage: Literal["", "prefill", "decode"] = ""
     prompt_token_ids: Raw | UnsetType = UNSET
-    """Token ids, which are echoed; counted if `prompt_num_tokens` is missing, and named if `prompt_blocks` is."""
+    """Token ids, which are echoed. They give `prompt_num_tokens` and `prompt_blocks` if those are missing."""
     scheduling_result: Annotated[list[LLMInstance], Meta(max_length=16)] | None = None
     excluded_endpoints: Annotated[list[Name], Meta(max_length=MOST_EXCLUDED)] | UnsetType = UNSET
-    """Who failed it, sent also if nobody did: a gateway that leaves it out has its retries known by their ids."""
+    """Instances that failed the request. If a gateway never sends this field, retries are recognised by their ids."""
 
     @property
     def stages(self) -> tuple[InferType, ...]:
-        """Infer types to place it for. Raises ValueError for a staged request without its stage."""
+        """Infer types to place the request for. Raises ValueError for a staged request without its stage."""
         if self.scheduling_mode == "neutral":
             return (InferType.NEUTRAL,)
         if self.scheduling_mode == "pd_batch":
@@ -105,8 +104,7 @@ class SchedulingRequest(Request, frozen=True, kw_only=True):
         return (InferType(self.scheduling_stage),)
 
     def counted(self) -> Self:
-        """The same with the number of the prompt's tokens. Raises ValueError for token ids that are none, and for names
-        of blocks that are none."""
+        """The same with the number of the prompt's tokens. Raises ValueError for invalid token ids or block names."""
         if len(self.prompt_blocks) % HASH_BYTES or (self.prompt_blocks and not self.prompt_block_size):
             size = self.prompt_block_size
             raise ValueError(f"prompt_blocks: {len(self.prompt_blocks)} bytes are no names of blocks of {size} tokens")
@@ -115,8 +113,8 @@ class SchedulingRequest(Request, frozen=True, kw_only=True):
         return replace(self, prompt_num_tokens=len(self._token_ids()))
 
     def named(self, block_size: int) -> Self:
-        """The same with the names of the prompt's blocks, if it has its token ids and not the names. Raises ValueError
-        for token ids that are none."""
+        """The same with the names of the prompt's blocks, if it has token ids and no names. Raises ValueError for
+        invalid token ids."""
         if self.prompt_blocks or not block_size or isinstance(self.prompt_token_ids, UnsetType):
             return self
         token_ids = self._token_ids()[: MOST_PROMPT_BLOCKS * block_size]
@@ -132,21 +130,21 @@ class SchedulingRequest(Request, frozen=True, kw_only=True):
 
 
 class Placing(Struct):
-    """What a gateway reads of the answer to `/schedule`."""
+    """The fields of an answer to `/schedule` that a gateway reads."""
 
     scheduling_result: list[LLMInstance] = []
 
 
 class Question(SchedulingRequest, frozen=True):
-    """A question where a request would go: one in particular, or any such."""
+    """A question where a request would go."""
 
     id: Name = ""
     metrics: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
-    """Names of metrics that are to be told of beside those that the policy compares."""
+    """Further metrics to report beside those that the policy compares."""
 
     @classmethod
     def of_query(cls, query: Mapping[str, str]) -> Self:
-        """The question of a URL, in which `metrics` has commas. Raises msgspec.ValidationError."""
+        """The question in a URL's query, where commas separate `metrics`. Raises msgspec.ValidationError."""
         fields: dict[str, Any] = dict(query)
         if "metrics" in fields:
             fields["metrics"] = [name for part in fields["metrics"].split(",") if (name := part.strip())]
@@ -154,7 +152,7 @@ class Question(SchedulingRequest, frozen=True):
 
 
 class Instances(Struct):
-    """The instances that a scheduler knows: the answer to `/instances`."""
+    """The answer to `/instances`: the instances that a scheduler knows."""
 
     instances: list[LLMInstance] = []
 
@@ -182,18 +180,18 @@ class Avoided(Struct):
 
 
 class Complaining(Struct):
-    """All that a gateway avoids. Valid for `ttl_s` seconds, or until it says so again."""
+    """All instances that a gateway avoids. Valid for `ttl_s` seconds or until its next message."""
 
     gateway_id: Annotated[str, Meta(min_length=1, max_length=1024)]
     instances: Annotated[list[Avoided], Meta(max_length=MOST_EXCLUDED)]
     ttl_s: Annotated[float, Meta(gt=0, le=3600)]
     host: Name = ""
-    """The machine of the gateway, all of whose gateways and workers have one vote together; empty: it has its own."""
+    """The gateway's machine, whose gateways and workers have one vote together; "" gives it its own vote."""
 
 
 class Attained(Struct):
-    """Requests with objectives for one model that have ended since a gateway began: those that met all of them, and
-    those that did not."""
+    """Requests for one model with objectives that ended since a gateway began: those that met all, and those that did
+    not."""
 
     model: Name
     num_met: Count
@@ -201,14 +199,14 @@ class Attained(Struct):
 
 
 class Attaining(Struct):
-    """All that a gateway has to tell of objectives; models that are left out have had none."""
+    """A gateway's counts of objectives. Models without objectives are left out."""
 
     gateway_id: Annotated[str, Meta(min_length=1, max_length=1024)]
     models: Annotated[list[Attained], Meta(max_length=10_000)]
 
 
 def decode(body: bytes, of: type[T]) -> T:
-    """The message in a body. Raises ValueError that says where it is wrong."""
+    """The message in a body. Raises ValueError that locates the fault."""
     try:
         return msgspec.json.decode(body, type=of)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

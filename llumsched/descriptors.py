@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File descriptors of this process: as many as it may have, and what it is to have none left."""
+"""File descriptors of this process: their limit, and errors for want of them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Final
 
 _NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
 _PER_REQUEST: Final = 2
-"""Descriptors of a request: the client's connection and the engine's."""
+"""Descriptors per request: the client's connection and the engine's."""
 _OTHERS: Final = 256
 """Descriptors of idle connections, logs, schedulers."""
 
 
 def raise_limit() -> int:
-    """Makes the hard limit the soft one. Returns it."""
+    """Raises the soft limit to the hard one. Returns it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def shortage(limit: int, num_requests: int) -> str:
-    """Advice if so many requests at once need more than `limit`; else nothing."""
+    """Advice if `num_requests` at once need more than `limit` descriptors; "" otherwise."""
     needed = _PER_REQUEST * num_requests + _OTHERS
     if needed <= limit or limit == resource.RLIM_INFINITY:
         return ""
@@ -33,5 +33,5 @@ def shortage(limit: int, num_requests: int) -> str:
 
 
 def none_left(error: BaseException | None) -> bool:
-    """Whether no descriptor was left to connect with, which then says nothing of the other side."""
+    """True if a connection failed for want of a descriptor, which says nothing about the other side."""
     return isinstance(error, OSError) and error.errno in _NONE_LEFT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine's API server is reached: `HOST:PORT`, or a URL, which may have a path before vLLM's own."""
+"""The address of an engine's API server: `HOST:PORT`, or a URL, which may have a path before vLLM's own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Endpoint:
     address: Address
     is_tls: bool = False
     base: str = ""
-    """A path before vLLM's own that does not end with a slash, or empty."""
+    """A path before vLLM's own, without a slash at its end; may be ""."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The endpoint that a text names. Raises ValueError that says what is wrong."""
+        """The endpoint in a text. Raises ValueError that names the fault."""
         match = _URL.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is neither HOST:PORT nor http(s)://HOST:PORT/PATH")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What installed packages add under entry point groups."""
+"""Values that installed packages add under entry point groups."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ T = TypeVar("T")
 
 
 def load_values(group: str, built_in: Mapping[str, T], fault: Callable[[str, object], str | None]) -> dict[str, T]:
-    """Values by name: `built_in`, and what the entry points of `group` load.
+    """Values by name: `built_in`, and those of the entry points of `group`.
 
-    Raises ValueError that lists everything wrong with them: what does not load, what `fault` says of it, a name that
-    is taken.
+    Raises ValueError that lists all faults: values that do not load, that `fault` objects to, or whose name is taken.
     """
     values = dict(built_in)
     faults = []

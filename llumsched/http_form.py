@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of errors of the HTTP services of scheduler and rescheduler. They do not name the software either."""
+"""The form of HTTP errors of scheduler and rescheduler, without the software's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def give_form(app: web.Application) -> None:
-    """Has errors that no handler makes (an unknown path, another method, a body that is too large) told as JSON."""
+    """Gives errors that no handler makes (unknown path, wrong method, large body) as JSON."""
     app.middlewares.append(_in_json)
     app.on_response_prepare.append(_without_name)
 

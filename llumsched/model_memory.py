@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of models that are known though no instance serves them now: such a request is to come again (503), while one
-for a name that nobody ever had is an error of its client (404)."""
+"""Models that are known although no instance serves them now: requests for them get 503 and may retry, where an unknown
+name gets 404."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 REMEMBERED_S: Final = 900.0
-"""Time for which a served name is remembered: models take minutes to load, and the scaler forgets them earlier."""
+"""Time for which a served model is remembered, longer than models take to load."""
 AWAY_RETRY_S: Final = 5.0
 """Retry-After for a model that no instance serves now."""
 _MOST: Final = 10_000
 
 
 class ModelMemory:
-    """Names that were served lately, and those that are `configured`. `clock`: monotonic seconds."""
+    """Models that were served recently, and `configured` ones. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float], configured: Collection[str] = ()) -> None:
         self._clock = clock
         self._configured = frozenset(configured)
         self._served_s: OrderedDict[str, float] = OrderedDict()
-        """When each was served last, the longest ago first."""
+        """Time when each was last served, the oldest first."""
 
     def served(self, model: str) -> None:
-        """Notes that an instance serves the model now, or did until now."""
+        """Notes that an instance serves the model."""
         self._served_s[model] = self._clock()
         self._served_s.move_to_end(model)
         if len(self._served_s) > _MOST:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of one live engine, made on purpose: prompts of all lengths, and batches that decode, one after the other.
+"""Measures the steps of a live engine with prompts of all lengths and decoding batches.
 
-With its llumlet, the engine itself tells of its steps. Without, what a client sees stands in for them: the first token
-of a request alone for the step that computes its prompt, the way there and back with it; the time between two tokens of
-a batch for a step that decodes it.
+With a llumlet the engine reports its steps. Without, they are inferred from a client's view: the time to the first
+token of a single request is its prefill step, including the network; the time between two tokens of a batch is a decode
+step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from llumsched.latency.fitting import MeasuredStep, pairs
 _TOKEN_IDS: Final = range(100, 900)
 """Tokens that any vocabulary has."""
 _OUTPUT: Final = 32
-"""Tokens of an answer of a batch that decodes."""
+"""Output tokens per request of a decoding batch."""
 _REPEATED: Final = 3
 _FILLED: Final = 0.8
-"""Share of the KV cache that a batch has at most: nobody is to be preempted."""
+"""Largest share of the KV cache that a batch uses, so that nothing is preempted."""
 _ASK_S: Final = 0.05
-"""Between two questions for the latest steps: the engine keeps those of 0.2 s."""
+"""Pause between two queries for the latest steps; the engine keeps those of 0.2 s."""
 _REQUEST_S: Final = 300.0
 PROMPTS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -39,11 +39,11 @@ CONTEXTS: Final = (32, 256, 1024, 4096, 16384)
 
 
 class ProfileFailed(Exception):
-    """An engine that cannot be measured, and why."""
+    """Raised if an engine cannot be measured, with the reason."""
 
 
 class Cell(NamedTuple):
-    """So many requests at the same time."""
+    """A number of equal requests at the same time."""
 
     number: int
     prompt: int
@@ -52,19 +52,19 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The API server of an engine, and what it can take."""
+    """The API server of an engine, and its limits."""
 
     url: str
     model: str
     api_key: str
     most_tokens: int
-    """Of one request, prompt and output."""
+    """Limit of prompt and output of one request."""
     capacity: int
-    """Of the KV cache in tokens."""
+    """Size of the KV cache in tokens."""
 
 
 def cells(target: Target, most_requests: int) -> list[Cell]:
-    """What is measured, each cell several times: prompts alone, and batches at several lengths."""
+    """The measurements, each several times: single prompts, and batches at several lengths."""
     most = min(target.most_tokens, int(_FILLED * target.capacity))
     prompts = [Cell(1, prompt, 2) for prompt in PROMPTS if prompt + 2 <= most]
     decodes = [
@@ -80,7 +80,7 @@ def cells(target: Target, most_requests: int) -> list[Cell]:
 async def measure(
     target: Target, plan: Sequence[Cell], llumlet: LlumletClient | None, done: Callable[[], None], seed: int = 0
 ) -> list[MeasuredStep]:
-    """Plays all cells, and calls `done` after each. Raises ProfileFailed."""
+    """Measures all cells and calls `done` after each. Raises ProfileFailed."""
     chance = random.Random(seed)
     found: dict[int, MeasuredStep] = {}
     seen: list[MeasuredStep] = []
@@ -105,7 +105,7 @@ async def measure(
 
 
 async def _ask(llumlet: LlumletClient, found: dict[int, MeasuredStep]) -> None:
-    """Collects what the engine tells of its steps, until it is cancelled."""
+    """Collects the engine's reported steps until it is cancelled."""
     while True:
         status = await llumlet.get_instance_status()
         for sample in status.steps:
@@ -114,7 +114,7 @@ async def _ask(llumlet: LlumletClient, found: dict[int, MeasuredStep]) -> None:
 
 
 async def _play(session: aiohttp.ClientSession, target: Target, cell: Cell, chance: random.Random) -> list[list[float]]:
-    """Times of the tokens of each request, in seconds since it was sent."""
+    """Arrival times of each request's tokens, in seconds after it was sent."""
     prompts = [chance.choices(_TOKEN_IDS, k=cell.prompt) for _ in range(cell.number)]
     return await asyncio.gather(*(_complete(session, target, prompt, cell.output) for prompt in prompts))
 
@@ -142,7 +142,7 @@ async def _complete(session: aiohttp.ClientSession, target: Target, prompt: list
 
 
 def _as_steps(cell: Cell, times: Sequence[Sequence[float]]) -> list[MeasuredStep]:
-    """What a client has seen of a cell, as if it were the engine's steps."""
+    """Converts a client's measurements to steps of the engine."""
     if cell.number == 1 and cell.output == 2:
         return [MeasuredStep(cell.prompt, pairs(0, cell.prompt), 0, 0, times[0][0])]
     gaps = [(each[-1] - each[0]) / (len(each) - 1) for each in times]

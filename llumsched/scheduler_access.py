@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands ask the HTTP service of a scheduler."""
+"""Access to a scheduler's HTTP service for commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llumsched.tls import checked_ca_file, client_context
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAccess:
-    """How the HTTP service of a scheduler is asked."""
+    """Credentials for a scheduler's HTTP service."""
 
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     tls: ssl.SSLContext | None = None
@@ -36,7 +36,7 @@ class SchedulerAccess:
 
 
 IN_CLEAR: Final = SchedulerAccess()
-"""Access over plain HTTP, as nobody in particular."""
+"""Access over plain HTTP without a token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One instance as people are shown it: on the web page and by `llumnix top`."""
+"""The summary of an instance for the web page and `llumnix top`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llumsched.cluster.instance import Instance
 
 
 def summary(instance: Instance) -> dict[str, Any]:
-    """An instance in JSON's types only. Loads are null before the first status; `received_s` is by the view's clock."""
+    """An instance in JSON types. Loads are null before the first status; `received_s` is on the view's clock."""
     metadata, status = instance.metadata, instance.status
     about = {
         "id": instance.id,
@@ -30,7 +30,7 @@ LOADS = ("running", "waiting", "urgent", "kv", "used_tokens", "total_tokens", "p
 
 
 def state(status: InstanceStatus | None) -> str:
-    """silent (nothing heard of its load yet), open (takes new requests), closed, or what is wrong with its health."""
+    """The state: silent (no status yet), open (takes new requests), closed, or its health problem."""
     if status is None:
         return "silent"
     if status.health in NOT_WELL:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS of HTTP connections: of those that others open, and of our own. New files are used by the next connection."""
+"""TLS of HTTP servers and clients. Changed files apply to the next connection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llumlet.process.secret_files import Current, read_secret
 
 
 def server_context(certfile: str, keyfile: str) -> ssl.SSLContext:
-    """TLS 1.2 and above. Raises ValueError or OSError if the files are no certificate and its key."""
+    """TLS 1.2 and above. Raises ValueError or OSError if the files are not a certificate and its key."""
     return RenewedContext(Current(_read_server, "certificate and key of the HTTPS server", certfile, keyfile))
 
 
@@ -25,7 +25,7 @@ def _read_server(certfile: str, keyfile: str) -> ssl.SSLContext:
 
 
 def server_faults(certfile: str, keyfile: str) -> list[str]:
-    """Faults of `--ssl-certfile` and `--ssl-keyfile`, as they were given; none if neither was."""
+    """Faults of `--ssl-certfile` and `--ssl-keyfile`; none if neither was given."""
     if bool(certfile) != bool(keyfile):
         return ["--ssl-certfile and --ssl-keyfile belong together"]
     try:
@@ -37,8 +37,8 @@ def server_faults(certfile: str, keyfile: str) -> list[str]:
 
 
 def client_context(ca_file: str) -> ssl.SSLContext:
-    """A context that trusts the authorities of `ca_file`; empty: the system's. Raises OSError if it holds none;
-    ssl.SSLError is one."""
+    """A context that trusts the authorities of `ca_file`, or the system's if it is "". Raises OSError (also
+    ssl.SSLError) if the file holds none."""
     if not ca_file:
         return _read_client("")
     return RenewedContext(Current(_read_client, f"authorities in {ca_file}", ca_file))

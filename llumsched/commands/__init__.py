@@ -19,7 +19,7 @@ class Command(Protocol):
     """Classes of settings: see `llumlet.process.settings`. Credentials and --config come with every command."""
 
     def prepare(self, reading: Reading) -> Any:
-        """What `run` takes, of what was said. Adds what is wrong to `reading.faults`; `run` is not called then."""
+        """The argument of `run`. Adds faults to `reading.faults`; `run` is then not called."""
         ...
 
     def run(self, config: Any, credentials: Credentials) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix doctor`: whether engines of this machine can move requests, and a model's requests can be moved."""
+"""`llumnix doctor`: checks if this machine's engines can move requests, and how a model's requests would move."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS: Final = (DoctorOptions, Output)
 
 
 def prepare(reading: Reading) -> list[str]:
-    """The other command's arguments."""
+    """The arguments of `vllm-llumnix doctor`."""
     options = reading.make_with_defaults(DoctorOptions)
     if reading.further and not options.model:
         reading.faults.append("flags after -- are the model's: name it with --model")

@@ -32,7 +32,7 @@ The exit code is 0 only if no stream was cut. Interrupting this command does not
 instance then ends it at once. --json prints one object per event; "event" is progress, error or, last, summary."""
 
 _GRACE_SECONDS = 15.0
-"""Time beyond the instance's own limit after which it is held not to answer."""
+"""Time beyond the instance's own limit after which it counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Drain:
     places: instances.Places
     """Places of the instance, then of the destinations."""
     timeout_s: float | None
-    """Limit; None: the instance's own."""
+    """The time limit; None uses the instance's own."""
     as_json: bool
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix explain`: where a request would go now, or which requests would change place, and why."""
+"""`llumnix explain`: where a request would go now, or which requests the rescheduler would move, and why."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _scheduler() -> Address | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestQuestion:
-    """A request that asks for a place."""
+    """A request to be placed."""
 
     scheduler: Address | None = _scheduler()
     model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; empty is any", common=True)
@@ -126,7 +126,7 @@ SETTINGS: Final = (RequestQuestion, PassQuestion, ClusterAddress, AccessSettings
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A question, and the scheduler that is asked."""
+    """A question and the scheduler to ask."""
 
     asked: RequestQuestion | PassQuestion
     scheduler: Address
@@ -143,7 +143,7 @@ def prepare(reading: Reading) -> Explanation:
 
 
 def _useless(reading: Reading, dry_run: PassQuestion) -> Iterator[str]:
-    """Faults of what is of no use for what is asked."""
+    """Faults of arguments that have no effect on this question."""
     if not dry_run.rescheduling:
         if "--policy" in reading.given:
             yield f"{reading.given['--policy']} is of no use without --rescheduling"

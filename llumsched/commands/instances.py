@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands name instances: by the address of a llumlet, or by the id that the CMS knows."""
+"""How commands name instances: by a llumlet's address, or by the id that the CMS knows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLUSTER_VARIABLE: Final = "LLUMNIX_CLUSTER"
 
 T = TypeVar("T")
 INSTANCE: Final = "INSTANCE"
-"""Word in place of a flag, for the positional argument."""
+"""Name of the positional argument, used in place of a flag."""
 
 Place = Address | str
 """An instance's address, or its id."""
@@ -42,7 +42,7 @@ def _scheduler(text: str) -> Address:
 
 @dataclass(frozen=True, slots=True)
 class ClusterAddress:
-    """The one address from which a cluster's other ones follow."""
+    """The scheduler's address, from which the cluster's other addresses follow."""
 
     cluster: Address = OPTIONS.setting(
         Address("127.0.0.1", SCHEDULER_PORT),
@@ -80,7 +80,7 @@ class Named:
 
 
 def cms_of(reading: Reading) -> str:
-    """The URL of `--cms`, or an empty string."""
+    """The URL of `--cms`, or ""."""
     url = reading.make(Cms).cms
     if url.startswith(LISTEN):
         reading.faults.append("--cms: a command does not listen; name the CMS as HOST:PORT or redis://HOST:PORT")
@@ -90,9 +90,10 @@ def cms_of(reading: Reading) -> str:
 
 
 def cluster_of(reading: Reading) -> tuple[str, Address | None]:
-    """The URL of the CMS, and the address of the scheduler; None if only a CMS was named.
+    """The URL of the CMS, and the scheduler's address; None if only a CMS was named.
 
-    What a command line says goes before a variable, whichever of the two it is."""
+    The command line overrides variables, also across the two settings.
+    """
     said, scheduler, cms = reading.given, reading.make_with_defaults(ClusterAddress).cluster, cms_of(reading)
     is_later = said.get("--cluster") == "--cluster" and said.get("--cms") != "--cms"
     if not cms or is_later:
@@ -102,7 +103,7 @@ def cluster_of(reading: Reading) -> tuple[str, Address | None]:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Instances, each once; without any, all that the CMS knows. `cms`: its URL."""
+    """Distinct instances; empty means all that the CMS knows. `cms` is its URL."""
 
     places: Sequence[Place]
     cms: str
@@ -110,7 +111,7 @@ class Places:
     async def ask(
         self, question: Callable[[LlumletClient], Awaitable[T]], credentials: Credentials
     ) -> list[LlumletAnswer[T]]:
-        """The answers of all instances; one without an address if the CMS does not say where they are."""
+        """Asks all instances. The answer has no address if the CMS does not know it."""
         try:
             addresses = await self.resolve(credentials)
         except CmsUnreachable as failure:
@@ -118,8 +119,8 @@ class Places:
         return await ask_all(addresses, question, credentials)
 
     async def resolve(self, credentials: Credentials) -> list[Address]:
-        """Addresses of their llumlets, in their order. Raises CmsUnreachable if the CMS cannot be asked, or does not
-        know an id."""
+        """The addresses of their llumlets, in order. Raises CmsUnreachable if the CMS cannot be asked or does not know
+        an id."""
         if self.places and all(isinstance(each, Address) for each in self.places):
             return [each for each in self.places if isinstance(each, Address)]
         async with look(self.cms, credentials) as view:
@@ -134,7 +135,7 @@ class Places:
 
 
 def named(reading: Reading) -> Places:
-    """Places that `Named` was given."""
+    """The places named by `Named`."""
     given, (cms, _) = reading.make(Named), cluster_of(reading)
     texts = [(INSTANCE, text) for text in given.instances]
     texts += [("--llumlet", text) for text in words(given.llumlet)]
@@ -142,7 +143,7 @@ def named(reading: Reading) -> Places:
 
 
 def places(reading: Reading, texts: Iterable[tuple[str, str]], cms: str) -> Places:
-    """The places that texts name. `texts`: flag, and address or id; `--llumlet` is an address."""
+    """The places named by `texts`: a flag, and an address or id; `--llumlet` takes addresses only."""
     found: dict[Place, None] = {}
     for flag, text in texts:
         try:

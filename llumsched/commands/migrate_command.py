@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix migrate`: moves running requests from one instance to another and shows how it goes."""
+"""`llumnix migrate`: moves running requests from one instance to another and shows the progress."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Migration:
     ends: instances.Places
     """Places of source and destination."""
     request: MigrateRequest
-    """The call without the ends, and without what `request_ids` mean."""
+    """The call, without its ends and without `request_ids`."""
     request_ids: tuple[str, ...]
     timeout_s: float
     as_json: bool

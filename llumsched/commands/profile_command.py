@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix profile`: how long the steps of an engine take, measured on purpose."""
+"""`llumnix profile`: measures the step times of an engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ within seconds. The engine's --api-key is read from the variable {API_KEY_VARIAB
 
 _ANSWER_S: Final = 10.0
 _WITHOUT_LLUMLET: Final = 16_384
-"""Tokens of a KV cache that no llumlet tells of."""
+"""Assumed tokens of the KV cache of an engine without a llumlet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,12 @@ async def _profile(options: ProfileOptions, credentials: Credentials) -> Profile
 
 
 def _in_order(plan: list[Cell]) -> list[Cell]:
-    """Short cells first: what is wrong shows soon."""
+    """Orders short cells first, so that faults show early."""
     return sorted(plan, key=lambda cell: cell.number * (cell.prompt + 8 * cell.output))
 
 
 async def _target(options: ProfileOptions, llumlet: LlumletClient | None) -> Target:
-    """Raises ProfileFailed for an engine whose API server cannot be told, and what a call raises."""
+    """Raises ProfileFailed if the API server's address is unknown, and the errors of its calls."""
     key = os.environ.get(API_KEY_VARIABLE, "")
     if llumlet is None:
         url = options.endpoint.rstrip("/")
@@ -136,7 +136,7 @@ async def _target(options: ProfileOptions, llumlet: LlumletClient | None) -> Tar
 
 
 async def _served(url: str, key: str, wanted: str) -> tuple[str, int]:
-    """Name and greatest length of a model that an API server serves."""
+    """Name and greatest length of a model of the API server."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with (

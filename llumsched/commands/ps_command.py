@@ -89,7 +89,7 @@ def _row(request: RequestInfo) -> list[str]:
 
 
 def _movable(request: RequestInfo) -> str:
-    """The mode in which a request would arrive, or why it would not."""
+    """The mode in which a request would move, or the reason why it would not."""
     if request.movable:
         return word(Mode, request.moves_as) if request.moves_as else "yes"
     return reason_word(request.reason) or "no"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix rescheduler`: balances and fails over in a process of its own."""
+"""`llumnix rescheduler`: the rescheduler in a process of its own."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ _CONSTANTS: Final = (
     "tpot_slo_dispatch_threshold",
     *BUILT_IN_CONSTANTS,
 )
-"""Settings that are constants of a policy, by these names."""
+"""Settings that override a policy's constants of the same names."""
 _dispatch = Group("dispatch", prefix="--dispatch-")
 _objectives = Group("objectives")
 _cms = Group("CMS", mode=Mode.FULL)
@@ -103,7 +103,7 @@ def _load(infer_type: str) -> LoadOverride:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The mode, the policy, and what is said instead of it; None is what the policy says."""
+    """The mode, the policy and its overrides; None keeps the policy's value."""
 
     full_mode: bool = _dispatch.setting(
         True,
@@ -172,7 +172,7 @@ class Dispatch:
         return Mode.FULL if self.full_mode else Mode.LITE
 
     def load_policy(self, optional: frozenset[str]) -> Policy:
-        """The policy, with what was said instead. `optional`: what somebody else has a use for. Raises PolicyError."""
+        """The policy with its overrides. `optional`: constants that this policy need not have. Raises PolicyError."""
         loads: dict[InferType, LoadOverride] = {each: getattr(self, each) for each in InferType}
         overrides = Overrides(
             {each: load.metric for each, load in loads.items() if load.metric is not None},
@@ -331,7 +331,7 @@ def _profile_faults(config: process.SchedulerConfig) -> Iterator[str]:
 
 
 def _warnings(config: process.SchedulerConfig) -> Iterator[str]:
-    """What can be meant, and hardly is."""
+    """Warnings about settings that are valid and probably not intended."""
     if config.cache_aware and not config.policy.heeds_prefixes:
         yield (
             f"--enable-cache-aware-scheduling: no formula of the policy {config.policy.name} reads what prefix caches "

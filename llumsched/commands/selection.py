@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests `llumnix migrate` means."""
+"""The selection of requests by `llumnix migrate`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RequestChoice:
         Kind(tuple, "ID", repeated=True),
         "move this request, named by the engine's id, the client's id, or the beginning of one (repeatable)",
     )
-    """Which requests they mean is for the source to say."""
+    """Ids or prefixes, which the source resolves."""
     all: bool = _which.setting(False, MARK, "move all requests, waiting and running")
     rule: str | None = _which.setting(
         None, kinds.one_of(_RULES), "unit of --value: requests, tokens, or share of the KV cache"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix status`: the instances themselves."""
+"""`llumnix status`: load and settings of instances."""
 
 from __future__ import annotations
 

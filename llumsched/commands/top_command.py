@@ -31,7 +31,7 @@ count moves under way. --json prints one object per --interval, with the CMS's v
 --once, the exit code is 4 if the CMS was not reached."""
 
 FIRST_S = 5.0
-"""Time for which --once waits for the CMS and the scheduler."""
+"""Longest time for which --once waits for the CMS and the scheduler."""
 NUM_MOVES = 20
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `llumnix explain` shows what a scheduler answers."""
+"""The output of `llumnix explain`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _SINCE: Final = (
     ("num_waiting_requests", "waiting"),
     ("sent_requests", "sent"),
 )
-"""Columns of what has been moved on, and what they are called; the JSON has all."""
+"""Columns of estimated values, and their titles; the JSON has all."""
 _HEADING: Final = 14
-"""Characters of a line of a metric's name, if one of its words is not longer."""
+"""Largest width of a line in the title of a metric, unless one word is longer."""
 _BESIDE: Final = 5
-"""Metrics that are shown in one table with what was decided by them."""
+"""Number of metrics that fit beside the decision in one table."""
 _PER_TABLE: Final = 8
-"""Metrics of a table that holds nothing else."""
+"""Number of metrics in a table of their own."""
 _REASON: Final = 60
-"""Characters of one of the reasons for which an instance neither gives nor takes."""
+"""Characters shown of a reason for which an instance neither gives nor takes."""
 Column = tuple[str, Callable[[dict[str, Any]], str]]
-"""A title, and what stands below it for one instance or move."""
+"""A title, and the cell for an instance or move."""
 _OTHER_TYPE: Final = "inferTypeFilter"
-"""What refuses the instances that a policy of rescheduling is not about."""
+"""The reason that refuses instances of other infer types."""
 
 
 # A decision
 
 
 def show_decisions(answer: dict[str, Any]) -> None:
-    """What `/debug/schedule` answers."""
+    """Shows an answer of `/debug/schedule`."""
     console = output.console()
     old = f", view {answer['view_age_s']:.1f} s old" if answer["view_age_s"] else ""
     old += ", warming up: nothing is placed yet" if answer["warming"] else ""
@@ -84,7 +84,7 @@ def _metric(name: str) -> Column:
 
 
 def _heading(metric: str) -> str:
-    """The title of a column: a metric's name in lines, as long names would leave its numbers no room."""
+    """The title of a metric's column, wrapped so that long names leave room for numbers."""
     lines = [""]
     for word in re.findall(r"[^_]*_?", metric):
         if lines[-1] and len(lines[-1]) + len(word) > _HEADING:
@@ -94,14 +94,14 @@ def _heading(metric: str) -> str:
 
 
 def _shown(value: float | str | None) -> str:
-    """A number with as much as people compare by; what is no number is a word already."""
+    """A number with the digits that matter for comparison; other values unchanged."""
     if value is None:
         return "-"
     return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, int | float) else value
 
 
 def _predicted(predicted: dict[str, Any] | None, name: str) -> str:
-    """What is expected, and how far the model itself may be off, for want of steps like these."""
+    """A prediction with the model's uncertainty."""
     if predicted is None:
         return "-"
     value, deviation = predicted[f"{name}_ms"], predicted[f"{name}_deviation"]
@@ -119,7 +119,7 @@ def _why(refused_by: Sequence[dict[str, Any]]) -> str:
 
 
 def _lost(instance: dict[str, Any], chosen: dict[str, Any] | None, compared: Sequence[str]) -> str:
-    """The first metric in which an instance that nothing refused differs from the one that was chosen."""
+    """The first metric in which an instance that passed the filters differs from the chosen one."""
     if chosen is None or instance is chosen:
         return ""
     own, best = instance["metrics"], chosen["metrics"]
@@ -133,7 +133,7 @@ def _lost(instance: dict[str, Any], chosen: dict[str, Any] | None, compared: Seq
 
 
 def show_dry_run(answer: dict[str, Any]) -> None:
-    """What `/debug/rescheduling/plan` answers."""
+    """Shows an answer of `/debug/rescheduling/plan`."""
     console = output.console()
     if answer["skipped"]:
         _say(console, f"nothing would be planned: {answer['skipped']}")
@@ -145,7 +145,7 @@ def show_dry_run(answer: dict[str, Any]) -> None:
 
 
 def _summary(policy: dict[str, Any]) -> str:
-    """The outcome of one policy's turn in a line."""
+    """One policy's outcome, in a line."""
     if policy["error"]:
         return f"it fails: {policy['error']}"
     refused = ", ".join(f"{reason} {number}" for reason, number in sorted(policy["refused"].items()) if number)
@@ -168,7 +168,7 @@ def _show_instances(console: Console, policy: dict[str, Any]) -> None:
 
 
 def _briefly(refused_by: Sequence[dict[str, Any]]) -> str:
-    """Reasons without the ends of long ones, which are all numbers that a condition has read: the JSON has them."""
+    """Reasons, shortened at the end, where the numbers of a condition are; the JSON has them."""
     reasons = [one["reason"] for one in refused_by]
     return "; ".join(reason if len(reason) <= _REASON else f"{reason[: _REASON - 1]}…" for reason in reasons)
 

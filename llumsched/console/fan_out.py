@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question to many llumlets at the same time."""
+"""One question to many llumlets at once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LlumletAnswer(Generic[T]):
-    """What `address` answered, or why it did not: one of `value` and `failure` is set. Without an address nobody was
-    asked."""
+    """The answer of `address`, or the reason why there is none: one of `value` and `failure` is set. Without an address
+    no llumlet was asked."""
 
     address: Address | None
     value: T | None
@@ -38,7 +38,7 @@ class LlumletAnswer(Generic[T]):
 async def ask_all(
     addresses: Sequence[Address], question: Callable[[LlumletClient], Awaitable[T]], credentials: Credentials
 ) -> list[LlumletAnswer[T]]:
-    """The answers, in the order of `addresses`. Takes as long as the slowest."""
+    """The answers in the order of `addresses`. Takes as long as the slowest."""
 
     async def ask(address: Address) -> LlumletAnswer[T]:
         async with LlumletClient(address, credentials=credentials) as client:
@@ -51,7 +51,7 @@ async def ask_all(
 
 
 def report_failures(answers: Sequence[LlumletAnswer[Any]], *, quiet: bool) -> ExitCode:
-    """Print the failures unless `quiet`; the exit code is that of the first."""
+    """Prints the failures unless `quiet`; the exit code is that of the first."""
     failures = [answer.failure for answer in answers if answer.failure is not None]
     if not quiet:
         for failure in failures:

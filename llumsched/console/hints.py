@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person can do about each reason."""
+"""Advice for people, by reason."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Llumnix's scheduler and gateway that are no settings here, and what stands in their place.
+"""Flags of Llumnix's scheduler and gateway that are not settings here, and their replacements.
 
-Whoever brings a command line of Llumnix is told so of each (`cli`), and `docs/reference/defaults.md` has the same as a
-table, which `make docs` writes.
+`cli` reports them for command lines of Llumnix, and `docs/reference/defaults.md` lists them (`make docs`).
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Final, NamedTuple
 
 
 class Absent(NamedTuple):
-    """Flags of which the same is to be said. `*` at the end of a name is any ending."""
+    """Flags with one explanation. `*` at the end of a name matches any ending."""
 
     flags: tuple[str, ...]
     instead: str
-    """What does the same here, or why nothing does, in Markdown; it goes on after a colon."""
+    """The replacement here, or the reason why there is none, in Markdown; it follows a colon."""
 
 
 ABSENT: Final = (
@@ -97,8 +96,7 @@ ABSENT: Final = (
 
 
 def instead_of(flag: str) -> str | None:
-    """What stands in the place of a flag of Llumnix, as the command line says it: flags without quotes. None for a flag
-    that is not Llumnix's, or is a setting."""
+    """The explanation of a flag of Llumnix, with flags unquoted; None for other flags and for settings."""
     for flags, instead in ABSENT:
         if any(fnmatchcase(flag, each) for each in flags):
             return re.sub("`(--[^`]+)`", r"\1", instead)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `llumnix migrate` shows moves while they go on, and what became of them."""
+"""The output of `llumnix migrate`: the progress of moves, and their outcome."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COLUMNS = (
     ">MS",
 )
 _PHASES = {name.lower() for name, _ in types.MovePhase.items()}
-"""Phases whose times add up to the whole move; others are parts of them."""
+"""Phases that add up to the whole move; the others are parts of them."""
 _STYLES = {
     types.MovePhase.MOVED: "green",
     types.MovePhase.STAYED: "yellow",
@@ -42,9 +42,9 @@ _STYLES = {
 
 
 class JsonDisplay:
-    """One object per line on stdout, as things happen.
+    """One JSON object per line on stdout.
 
-    As `TextDisplay`, a context manager around the moves; `failed` and `interrupted` also outside.
+    Like `TextDisplay`, a context manager around the moves; `failed` and `interrupted` also work outside.
     """
 
     def __enter__(self) -> Self:
@@ -68,9 +68,9 @@ class JsonDisplay:
 
 
 class TextDisplay:
-    """A live table on stderr if that is a terminal, a line per phase if not; the result on stdout.
+    """A live table on stderr if that is a terminal, otherwise a line per phase; the result on stdout.
 
-    The table shows at most a screenful of moves that are under way; the result shows all.
+    The table shows at most a screenful of running moves; the result shows all.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `llumnix` writes: tables and words for people, JSON lines for machines.
+"""Output of `llumnix`: tables and words for people, JSON lines for machines.
 
 Results go to stdout, progress and errors to stderr.
 """
@@ -23,7 +23,7 @@ from llumsched.console.exit_codes import ExitCode
 from llumsched.console.hints import HINTS
 
 _UNPIPED_WIDTH = 200
-"""Columns when the output is no terminal: wide enough that nothing is cut."""
+"""Width of output that is not a terminal: nothing is cut."""
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -33,7 +33,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table(columns: Iterable[str]) -> Table:
-    """A table. Headers that begin with `>` are of columns aligned to the right."""
+    """A table. Headers that begin with `>` align their column to the right."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         right = name.startswith(">")
@@ -47,7 +47,7 @@ def table(columns: Iterable[str]) -> Table:
 
 
 def clean(text: str) -> str:
-    """A client's text for a terminal, which nothing in it may steer: request ids come from clients."""
+    """A client's text, such as a request id, without control characters."""
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
@@ -56,9 +56,9 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """All fields, defaults too: numbers as numbers, enums as words, what is absent as null.
+    """All fields, including defaults: numbers as numbers, enums as words, absent ones as null.
 
-    (protobuf's own JSON form writes 64-bit numbers as strings and leaves zeros out.)
+    (protobuf's own JSON form writes 64-bit numbers as strings and omits zeros.)
     """
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -98,7 +98,7 @@ def failure_dict(failure: LlumletCallFailed) -> dict[str, Any]:
 
 
 def report_failure(failure: LlumletCallFailed, *, as_json: bool) -> ExitCode:
-    """Tells it as an event of a stream of them, or to people."""
+    """Reports a failure as a JSON event, or for people."""
     if as_json:
         print_json({"event": "error", "error": {"address": failure.address} | failure_dict(failure)})
     else:
@@ -107,7 +107,7 @@ def report_failure(failure: LlumletCallFailed, *, as_json: bool) -> ExitCode:
 
 
 def print_failure(failure: LlumletCallFailed) -> None:
-    """Tells people what happened, and what to do about it."""
+    """Prints the failure and the remedy."""
     _, what, hint = _described(failure)
     screen = console(stderr=True)
     screen.print(Text.assemble(("llumnix: ", "bold red"), clean(what)))
@@ -115,7 +115,7 @@ def print_failure(failure: LlumletCallFailed) -> None:
 
 
 def _described(failure: LlumletCallFailed) -> tuple[str, str, str]:
-    """Its kind, what happened, and what to do about it."""
+    """Kind, description and remedy of a failure."""
     address, detail = failure.address, failure.detail
     match failure:
         case LlumletError():

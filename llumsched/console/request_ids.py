@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests a person means by the ids typed. Pure."""
+"""Finds requests by the ids that a person typed. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ _MOST_SHOWN = 5
 
 
 def find(texts: Iterable[str], requests: Sequence[RequestInfo]) -> tuple[list[str], list[str]]:
-    """The engine's ids of the requests that `texts` mean, each once, and what is wrong with the
-    rest.
+    """The engine's ids of the requests that `texts` name, without duplicates, and the faults of the other texts.
 
-    A text is the engine's id, the client's id (then all requests that have it are meant: `n > 1`
-    makes several), or a prefix of either that fits one request only.
+    A text is an engine's id, a client's id (which names all its requests: `n > 1` makes several), or a prefix of either
+    that fits one request only.
     """
     found: dict[str, None] = {}
     faults = []

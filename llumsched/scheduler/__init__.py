@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler process: the HTTP service that says where a request goes, and its web page."""
+"""The scheduler process: the HTTP service that places requests, and its web page."""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask the scheduler's HTTP service what.
+"""The roles and tokens of the scheduler's HTTP service.
 
-    {"gateway": ["5f0c…"], "reader": ["sha256:60fd…"], "operator": ["sha256:9f86…", "sha256:1a2b…"]}
+{"gateway": ["5f0c…"], "reader": ["sha256:60fd…"], "operator": ["sha256:9f86…", "sha256:1a2b…"]}
 
-A token is shown as `Authorization: Bearer TOKEN`, alone as gateways of Llumnix do, or as the password of a browser. Two
-of a role are valid while one is replaced by the other. `/healthz` and `/ready` are for everybody: who starts and stops
-processes asks without secrets.
+A token is sent as `Authorization: Bearer TOKEN`, alone (as gateways of Llumnix do), or as a browser's password. A role
+may have two tokens while one replaces the other. `/healthz` and `/ready` need no token.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class Role(StrEnum):
     GATEWAY = "gateway"
-    """Has requests placed, and tells what became of them."""
+    """May place requests and report their outcome."""
     READER = "reader"
-    """Looks at everything, and changes nothing."""
+    """May read everything."""
     OPERATOR = "operator"
-    """May ask everything."""
+    """May use everything."""
 
     def may(self, method: str, path: str) -> bool:
         if self is Role.GATEWAY:
@@ -48,7 +47,7 @@ class Role(StrEnum):
 
 
 class ServiceTokens:
-    """The tokens of a file, read again when it has changed. Raises ValueError, which never holds a token."""
+    """The tokens of a file, read again when it changes. Raises ValueError, which never quotes a token."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokens = Current(read_tokens, "service tokens", path, clock=clock)
@@ -69,7 +68,7 @@ class ServiceTokens:
 
 
 def read_tokens(path: str) -> HashedKeys[Role]:
-    """The tokens of a file. Raises ValueError, which never holds a token."""
+    """Reads the tokens of a file. Raises ValueError, which never quotes a token."""
     return HashedKeys(read_by_role(path, Role))
 
 

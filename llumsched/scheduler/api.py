@@ -70,9 +70,9 @@ _log = logging.getLogger(__name__)
 _KEEPALIVE_S: Final = 3.0
 _MOST_REPORTS: Final = 100_000
 _NAMED_AT_ONCE: Final = 200
-"""Instances of `/instances`, between which requests are placed; half a millisecond."""
+"""Instances listed by `/instances` before requests are placed again; half a millisecond."""
 _SHOWN_AT_ONCE: Final = 8
-"""Instances of `/debug/view`, between which requests are placed; a millisecond."""
+"""Instances listed by `/debug/view` before requests are placed again; a millisecond."""
 _STATUS: Final = {
     NotPlacedKind.ENDPOINT_NOT_FOUND: 404,
     NotPlacedKind.NO_AVAILABLE_ENDPOINT: 429,
@@ -88,7 +88,7 @@ _TOLD: Final = {
     NotPlacedKind.MODEL_AWAY: MODEL_AWAY,
     NotPlacedKind.MODEL_NEEDED: MODEL_NEEDED,
 }
-"""Beginnings of texts by which a gateway knows the reason."""
+"""Beginnings of texts by which a gateway recognises the reason."""
 NOTHING_PREDICTED: Final[Mapping[str, float]] = MappingProxyType({})
 
 
@@ -100,7 +100,7 @@ class Api:
         self._metrics = SchedulerMetrics(dispatcher, registry)
         self.attainment = Attainment(clock)
         self.cached = RecentShares(clock)
-        """Tokens of prompts that were cached where they went, under the name ""."""
+        """Cached tokens of prompts at their chosen instance, under the name ""."""
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_say_what_is_wrong])
@@ -283,7 +283,7 @@ class Api:
         )
 
     def _read(self, asked: SchedulingRequest) -> SchedulingRequest:
-        """A request with all that its token ids say. Raises ValueError."""
+        """The request with everything that follows from its token ids. Raises ValueError."""
         hits, counted = self._dispatcher.hits, asked.counted()
         return counted if hits is None else counted.named(hits.usual_block_size)
 
@@ -301,7 +301,7 @@ class Api:
     def _named(
         self, instance: Instance, infer_type: str, model: str, predicted: Mapping[str, float] = NOTHING_PREDICTED
     ) -> LLMInstance:
-        """An instance as gateways are told of it."""
+        """An instance in the form for gateways."""
         metadata, hits = instance.metadata, self._dispatcher.hits
         return LLMInstance(
             id=metadata.instance_id,
@@ -320,13 +320,13 @@ class Api:
         )
 
     def _is_alone(self, instance: Instance) -> bool:
-        """Whether an engine is alone behind its API server, which then refuses to be told of a rank."""
+        """True if an engine is alone behind its API server, which then refuses a rank."""
         if instance.metadata.data_parallel_size < 2:
             return True
         return len(self._dispatcher.complaints.ids_at(instance.api_server)) < 2
 
     def _tried(self, asked: SchedulingRequest) -> frozenset[str] | None:
-        """Ids of the instances that failed it, if its gateway says."""
+        """Ids of the instances that failed the request, if its gateway tells."""
         excluded = asked.excluded_endpoints
         if isinstance(excluded, UnsetType):
             return None
@@ -345,14 +345,14 @@ async def _say_what_is_wrong(request: web.Request, handler: _Handler) -> web.Str
 
 
 def _addresses(texts: Iterable[str]) -> Iterator[Address]:
-    """Addresses of `HOST:PORT`; what is none names nobody."""
+    """Addresses of `HOST:PORT`; other texts are skipped."""
     for text in texts:
         with suppress(ValueError):
             yield Address.parse(text)
 
 
 def _gateway_id(text: str) -> str:
-    """The id of a gateway: the endpoint that it says it is, or any other JSON string as it is."""
+    """The id of a gateway: its endpoint, or any other JSON string."""
     said: Any = decode(text.encode(), HostPort | str)  # type: ignore[arg-type]
     return f"{said.host}:{said.port}" if isinstance(said, HostPort) else str(said)[:1024]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed for each reader of `/events` since it was last told.
+"""The changes that each reader of `/events` has not seen yet.
 
-A reader is told states, not changes: of everything that changed while it was slow it gets the newest state once. What
-is kept for it is bounded by the instances there are and `NUM_MOVES`.
+A reader gets states, not changes: the newest state of everything that changed while it was slow. Its backlog is bounded
+by the number of instances and `NUM_MOVES`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from llumsched.summary import summary
 
 NUM_MOVES: Final = 100
 PREDICTIONS_S: Final = 0.05
-"""How long predictions are taken to hold: half an event, so that all readers of one share them."""
+"""Validity of predictions: half an event, so that all readers of one share them."""
 AT_ONCE: Final = 50
-"""Instances whose JSON is made before others have their turn; half a millisecond."""
+"""Instances converted to JSON before the event loop runs other tasks; half a millisecond."""
 
 
 class PageReader:
@@ -35,9 +35,9 @@ class PageReader:
         self.instances = set(instances)
         """Ids of instances that changed."""
         self.told: set[str] = set()
-        """Ids of instances that the reader believes to be there."""
+        """Ids of instances that the reader has."""
         self.num_newest = 0
-        """Instances that it was told of last."""
+        """Number of instances in its last event."""
         self.moves = {record.number: record for record in moves}
         self.woken = asyncio.Event()
 
@@ -51,7 +51,7 @@ class Feed:
         self._records = records
         self._readers: set[PageReader] = set()
         self._texts: dict[str, tuple[Instance, bytes]] = {}
-        """The JSON of instances, without their age and the last brace: made once for all readers."""
+        """The JSON of instances without their age and the closing brace, shared by all readers."""
         self._stops: list[Callable[[], None]] = []
         self._predictions: tuple[float, Mapping[str, PredictedTimes]] = -math.inf, {}
         """The newest, and of when they are."""
@@ -60,7 +60,7 @@ class Feed:
         return len(self._readers)
 
     def join(self) -> PageReader:
-        """A reader that has not been told anything yet."""
+        """Adds a reader."""
         if not self._readers:
             self._stops = [self._view.observe(self)]
             if self._records is not None:
@@ -78,8 +78,7 @@ class Feed:
             self._texts.clear()
 
     async def take(self, reader: PageReader) -> bytes:
-        """What the reader has not been told, in JSON; from now on it has been told. Others on the event loop run in
-        between."""
+        """The reader's backlog as JSON, which is then empty. Lets the event loop run in between."""
         changed, moves = sorted(reader.instances), list(reader.moves.values())
         left = sorted(name for name in reader.told if name not in self._view)
         reader.instances.clear()
@@ -109,7 +108,7 @@ class Feed:
         return msgspec.json.encode(document)
 
     def _predicted(self) -> Mapping[str, PredictedTimes]:
-        """What is predicted by instance, for all readers that are told at about this time."""
+        """Predictions by instance, shared by all readers of the same moment."""
         now_s = time.monotonic()
         if self._overview is not None and now_s - self._predictions[0] > PREDICTIONS_S:
             self._predictions = now_s, self._overview.of_instances()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gauges of instances in Prometheus's text format, written straight from their columns.
+"""Gauges of instances in Prometheus's text format, written directly from columns.
 
-A thousand instances have 25,000 samples, and requests are to be placed meanwhile: a sample is one line of text, where
-the client library makes several objects and a dozen calls of it, and after some of them others have their turn.
+A thousand instances have 25,000 samples, and requests must be placed meanwhile. A sample is one line of text, where the
+client library would make several objects, and other tasks run in between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llumsched.cluster.columns import Columns, Values
 from llumsched.cluster.instance import Instance
 
 AT_ONCE: Final = 500
-"""Samples that are written before others have their turn; half a millisecond."""
+"""Samples written before the event loop runs other tasks; half a millisecond."""
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _number: Final[Callable[[float], str]] = floatToGoString
 T = TypeVar("T")
@@ -38,8 +38,7 @@ async def exposition(
     instances: Sequence[Instance],
     labels_of: Callable[[Instance], Mapping[str, str]],
 ) -> list[bytes]:
-    """A sample of each gauge for each instance, in pieces of text. Others on the event loop run in between, so the
-    columns are read before the first of them does."""
+    """The samples of all gauges and instances. The event loop runs in between, so the columns are read first."""
     values = [gauge.values(columns).tolist() for gauge in gauges]
     instances = list(instances)
     labels: list[str] = []

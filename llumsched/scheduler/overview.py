@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the web page shows beside instances and moves: objectives, and what serves them."""
+"""The web page's overview beside instances and moves: objectives, and the capacity that serves them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llumsched.scheduler.recent import NOTHING, Attainment, RecentShares
 from llumsched.scheduler.scale_advice import Scaling, numbers
 
 OBJECTIVES: Final = {"predicted_ttft": "ttft_slo", "predicted_tpot": "tpot_slo"}
-"""Constants of a policy: what a prediction is to stay below where a request names no objective."""
+"""Constants of a policy that serve as objectives of requests without any."""
 
 
 class PredictedTimes(NamedTuple):
-    """Of an empty request, at one instance; milliseconds, None before anything is known."""
+    """Predicted milliseconds of an empty request at one instance; None while unknown."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -28,7 +28,7 @@ UNKNOWN: Final = PredictedTimes()
 
 
 class Overview:
-    """Read on the event loop of the dispatcher's view."""
+    """Reads the dispatcher's view on its event loop."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class Overview:
         cached: RecentShares,
         scaling: Scaling | None,
     ) -> None:
-        """`cached`: tokens of prompts that were cached where they went, under the name "". `scaling`: None if nobody
-        looks at numbers of instances."""
+        """`cached`: cached tokens of prompts at their chosen instance, under the name "". `scaling`: None without
+        scaling."""
         self._dispatcher, self._attainment, self._cached, self._scaling = dispatcher, attainment, cached, scaling
 
     def of_cluster(self) -> dict[str, Any]:
-        """In JSON's types. Shares are [part, whole] of the last minute."""
+        """The overview in JSON types. Shares are [part, whole] of the last minute."""
         constants = self._dispatcher.policy.constants
         return {
             "policy": self._dispatcher.policy.name,
@@ -53,7 +53,7 @@ class Overview:
         }
 
     def of_instances(self) -> Mapping[str, PredictedTimes]:
-        """What is predicted now, by instance id; half a millisecond for a thousand."""
+        """The present predictions by instance id; half a millisecond for a thousand instances."""
         table = self._dispatcher.table
         columns = [METRICS[name].values(table).tolist() for name in PREDICTIONS]
         return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the scheduler process, put together."""
+"""The parts of the scheduler process."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class RunningScheduler:
 
 
 async def serve(config: SchedulerConfig) -> RunningScheduler:
-    """A scheduler that runs until `close`. Raises OSError for a port that is taken, ValueError for what is no CMS."""
+    """A scheduler that runs until `close`. Raises OSError for a port in use, ValueError for an invalid CMS."""
     async with AsyncExitStack() as stack:
         store: Store
         if config.policy.mode is Mode.LITE:
@@ -283,7 +283,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
 
 
 def _hits(config: SchedulerConfig) -> PrefixHits | None:
-    """What is known of prefix caches; None if nobody asks for it."""
+    """The contents of prefix caches; None if nothing reads them."""
     if not config.knows_caches:
         return None
     sent_blocks = config.cache_sent_blocks if config.policy.mode is Mode.LITE else 0
@@ -291,7 +291,7 @@ def _hits(config: SchedulerConfig) -> PrefixHits | None:
 
 
 def profiles_of(config: SchedulerConfig) -> list[Profile]:
-    """What is known of steps beforehand. Raises ValueError for files that do not go together."""
+    """The step profiles that were given. Raises ValueError if the files do not fit each other."""
     llumnix = [path for path in (config.ttft_profile, config.tpot_profile) if path]
     return [*config.step_profiles, *([read_llumnix(llumnix)] if llumnix else [])]
 

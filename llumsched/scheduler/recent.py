@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares of the last minute, for people who look: how many requests met their objectives, how much was cached."""
+"""Shares of the last minute, for display: requests that met their objectives, cached tokens."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ NOTHING: Final = Share()
 
 
 class RecentShares:
-    """Sums over the last minute, to a second, by name. `clock` in seconds, monotonic."""
+    """Sums by name over the last minute, to a second. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seconds: deque[tuple[int, dict[str, Share]]] = deque()
-        """What each second added, the newest last."""
+        """Sums of each second, the newest last."""
 
     def add(self, name: str, share: Share) -> None:
         second = int(self._clock())
@@ -60,16 +60,16 @@ class RecentShares:
 
 
 class Attainment:
-    """How many requests with objectives met them, by model, of all that gateways told."""
+    """Requests with objectives that met them, by model, over all gateways."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._recent = RecentShares(clock)
         self._gateways: OrderedDict[str, Mapping[str, Share]] = OrderedDict()
-        """What each gateway has told, by model."""
+        """Each gateway's report, by model."""
 
     def told(self, gateway_id: str, models: list[Attained]) -> None:
-        """Takes a gateway's counts since its start. Of one that is new here they may be of any time, and only set where
-        its next ones begin."""
+        """Takes a gateway's counts since its start. The first report of a gateway only sets the base for its later
+        ones."""
         now = {one.model: Share(one.num_met, one.num_met + one.num_missed) for one in models}
         before = self._gateways.pop(gateway_id, None)
         if len(self._gateways) >= _MOST_GATEWAYS:
@@ -83,5 +83,5 @@ class Attainment:
                 self._recent.add(model, ended)
 
     def sums(self) -> dict[str, Share]:
-        """Those that met their objectives, of those that ended in the last minute, by model."""
+        """Requests of the last minute that met their objectives, and all of them, by model."""
         return self._recent.sums()

@@ -25,7 +25,7 @@ from llumsched.scaling.scaler import Advice, Scaler
 from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 
 LOST_S: Final = 2.0
-"""Time after which a store that has been lost is not gone by: everybody keeps what there is."""
+"""Time after which a lost store is not relied on: the number of instances stays as it is."""
 _OFF: Final = "numbers of instances are not looked at: start the scheduler with --scaling MIN:MAX"
 _LABELS: Final = ("model", "infer_type")
 _GAUGES: Final[tuple[tuple[str, str, Callable[[Advice], float]], ...]] = (
@@ -56,7 +56,7 @@ class Scaling(Collector):
         registry.register(self)
 
     async def run(self) -> None:
-        """Looks again and again, until it is cancelled."""
+        """Evaluates periodically until it is cancelled."""
         while True:
             if self._view.age_s <= LOST_S:
                 self.advice = self._scaler.advise(self._cluster, self._clock())
@@ -76,7 +76,7 @@ class Scaling(Collector):
 
 
 def add_route(app: web.Application, scaling: Scaling | None) -> None:
-    """`scaling` is None where nobody looks at numbers of instances."""
+    """`scaling` is None without scaling."""
 
     async def scale(request: web.Request) -> web.Response:
         if scaling is None:
@@ -100,7 +100,7 @@ def add_route(app: web.Application, scaling: Scaling | None) -> None:
 
 
 def numbers(one: Advice) -> dict[str, Any]:
-    """How many there are and should be, and why."""
+    """The present and desired numbers, and the reason."""
     return {
         **one.group._asdict(),
         "wanted": one.wanted,

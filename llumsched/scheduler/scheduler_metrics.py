@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of the scheduler, by the names of Llumnix. Gauges of instances are read when they are scraped."""
+"""Prometheus metrics of the scheduler, under Llumnix's names. Gauges of instances are read when they are scraped."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that report nothing (lite mode): a static list of API servers, asked again and again what they serve.
+"""Engines that do not report (lite mode): a static list of API servers that are asked for their models periodically.
 
-One that answers is in the view with its models, and schedulable. One question without an answer changes nothing: an API
-server may be busy for a moment. After the second one it is not schedulable, and after `_TRIES` it leaves the view. Why
-one is not in the view is in the log.
+An engine that answers is in the view with its models, and schedulable. After two unanswered questions it is not
+schedulable, and after `_TRIES` it leaves the view. The log has the reason.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from llumsched.endpoints import Endpoint
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3
 _MISSES: Final = 2
-"""Questions in a row without an answer after which an engine is not schedulable."""
+"""Unanswered questions in a row after which an engine is not schedulable."""
 _MOST_BYTES: Final = 8 << 20
-"""Limit of one answer: some ten thousand models and adapters."""
+"""Largest answer: some ten thousand models and adapters."""
 
 API_KEY_VARIABLE: Final = "VLLM_API_KEY"
 """Variable with the engines' key, as for `vllm serve`."""
@@ -60,12 +59,12 @@ class _Backend:
 
     @property
     def instance_id(self) -> str:
-        """The address; with the path, of which there may be several at one address."""
+        """The address, with the path, as several engines may share an address."""
         return f"{self.endpoint.address}{self.endpoint.base}"
 
 
 class StaticEngines:
-    """Feeds a view, as a store does. `endpoints`: what each engine is there for. `api_key`: empty if they want none."""
+    """Feeds a view, as a store does. `endpoints`: the infer type of each engine. `api_key`: "" if they want none."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class StaticEngines:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Waits for one round of answers, so that whoever is up is known when requests come."""
+        """Waits for one round of answers, so that running engines are known when requests come."""
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
         await asyncio.gather(*(self._ask(self._session, backend) for backend in self._backends))
@@ -161,7 +160,7 @@ class StaticEngines:
 
 
 async def _models(session: aiohttp.ClientSession, endpoint: Endpoint, context: ssl.SSLContext | None) -> list[_Model]:
-    """Models that an engine serves, at least one. Raises ValueError for an answer that does not say."""
+    """The models that an engine serves, at least one. Raises ValueError for any other answer."""
     async with session.get(endpoint.url("/v1/models"), ssl=context or True) as answer:
         if answer.status in (401, 403):
             raise ValueError(f"wants its --api-key for /v1/models: set {API_KEY_VARIABLE} for the scheduler too")

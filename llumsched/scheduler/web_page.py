@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's web page and the server-sent events that feed it: `/`, `/page.js`, `/page.css`, `/events`.
+"""The scheduler's web page and its server-sent events: `/`, `/page.js`, `/page.css`, `/events`.
 
-An event's data is one JSON object: `instances` (`llumsched.summary`, with `age_s` and `predicted_ms`) that changed, the
-ids of those that `left`, the rescheduler's `moves` that changed, how old the view is, and how objectives are met
-(`overview`). The first holds all that is known. There is one at most every `INTERVAL_S`, at least every `BEAT_S`, and
-fewer the more changes: requests are placed on the same loop.
+An event is one JSON object: changed `instances` (`llumsched.summary`, with `age_s` and `predicted_ms`), the ids of
+those that `left`, changed `moves` of the rescheduler, the age of the view, and met objectives (`overview`). The first
+event holds everything. Events come at most every `INTERVAL_S`, at least every `BEAT_S`, and less often with many
+changes, since requests are placed on the same loop.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from llumsched.scheduler.overview import Overview
 INTERVAL_S: Final = 0.1
 BEAT_S: Final = 1.0
 INSTANCES_PER_INTERVAL: Final = 200
-"""Instances told of in an event for which the next one need not wait longer: 2 % of a core."""
+"""Instances in an event that cause no longer pause before the next one: 2 % of a core."""
 STUCK_S: Final = 30.0
-"""Time after which a reader that takes nothing is cut off."""
+"""Time after which a reader that reads nothing is disconnected."""
 MAX_READERS: Final = 64
 _TYPES = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
 _HEADERS = {
@@ -40,7 +40,7 @@ _HEADERS = {
 
 
 def add_routes(app: web.Application, view: View, records: Records | None, overview: Overview | None = None) -> None:
-    """`records`: the rescheduler's; None where it runs in another process: the page then shows no moves."""
+    """`records`: the rescheduler's; None if it runs in another process, so that the page shows no moves."""
     page = _Page(Feed(view, records, overview))
     app.router.add_get("/", page.file)
     app.router.add_get("/{name:page\\.(?:js|css)}", page.file)
@@ -60,7 +60,7 @@ class _Page:
         return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS)
 
     async def no_icon(self, _: web.Request) -> web.Response:
-        """Answers browsers, which ask for an icon unasked."""
+        """Answers browsers' requests for an icon."""
         return web.Response(status=204, headers={"Cache-Control": "max-age=86400"})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
@@ -83,7 +83,7 @@ class _Page:
         return response
 
     async def close(self, _: web.Application) -> None:
-        """Ends the streams: a server that ends waits for its connections, and these have no end of their own."""
+        """Ends the streams, for which the server's end would wait."""
         for task in self._handlers:
             task.cancel()
 
@@ -99,7 +99,7 @@ class _Page:
 
 
 def _pause_s(num_told: int, now_s: float) -> float:
-    """Seconds until the next event. All readers have theirs at the same times: what is made for one serves all."""
+    """Seconds until the next event, at the same time for all readers, so that they share its text."""
     interval_s = min(INTERVAL_S * max(1, math.ceil(num_told / INSTANCES_PER_INTERVAL)), BEAT_S)
     pause_s = interval_s - now_s % interval_s
     return pause_s if pause_s > interval_s / 2 else pause_s + interval_s

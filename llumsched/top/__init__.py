@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix top`: the cluster, live, in a terminal. `source` knows what is, `rows` says it in cells, `app` draws."""
+"""`llumnix top`: the cluster, live, in a terminal. `source` reads it, `rows` makes cells, `app` draws."""

@@ -66,7 +66,7 @@ class TopApp(App[None]):
         self.refresh_view()
 
     def refresh_view(self) -> None:
-        """Show what is now."""
+        """Shows the present state."""
         if self._paused:
             return
         snapshot = self._source.snapshot()
@@ -78,7 +78,7 @@ class TopApp(App[None]):
 
 
 def _show(table: DataTable[Text], wanted: dict[str, Cells]) -> None:
-    """Rows that stay keep their place under the cursor: only cells that differ are written."""
+    """Updates only cells that differ, so that rows keep their place under the cursor."""
     if [key.value for key in table.rows] != list(wanted):
         line, scroll = table.cursor_row, table.scroll_y
         table.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot in cells: one row an instance, one row a move."""
+"""A snapshot as cells: a row per instance, a row per move."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Cells = tuple[Text, ...]
 
 
 def headline(snapshot: Glance) -> Text:
-    """Sums over all instances, and how old the view is."""
+    """Sums over all instances, and the age of the view."""
     loaded = [one for one in snapshot.instances if one["kv"] is not None]
     num_open = sum(one["state"] == "open" for one in snapshot.instances)
     line = Text.assemble(
@@ -46,7 +46,7 @@ def headline(snapshot: Glance) -> Text:
 
 
 def instance_rows(snapshot: Glance, sort: str = "id") -> dict[str, Cells]:
-    """Rows by instance id; with `sort` other than `id` the most loaded first."""
+    """Rows by instance id; the most loaded first if `sort` is not `id`."""
     ordered = snapshot.instances
     if sort != "id":
         ordered = sorted(ordered, key=lambda one: -1 if one[sort] is None else one[sort], reverse=True)
@@ -54,7 +54,7 @@ def instance_rows(snapshot: Glance, sort: str = "id") -> dict[str, Cells]:
 
 
 def move_rows(snapshot: Glance, most: int) -> dict[str, Cells]:
-    """Rows by the move's number, the newest first."""
+    """Rows by move number, the newest first."""
     newest = list(reversed(snapshot.moves or []))[:most]
     return {str(move.get("number")): _move(move) for move in newest}
 

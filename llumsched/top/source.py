@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `llumnix top` shows: the instances as the CMS tells them, the moves as the scheduler records them."""
+"""The data of `llumnix top`: instances from the CMS, moves from the scheduler."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ CALL_S: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """One look: `instances` by id, as `llumsched.summary` has them, with `age_s`; `moves` as the rescheduler records
-    them, oldest first, or None where nobody is asked for them."""
+    """A snapshot: `instances` by id as in `llumsched.summary`, with `age_s`; `moves` as the rescheduler records them,
+    oldest first, or None without a scheduler to ask."""
 
     connected: bool
     age_s: float
     instances: list[dict[str, Any]]
     moves: list[dict[str, Any]] | None
     problems: tuple[str, ...] = field(default=())
-    """Sources that are out of reach now, a sentence each."""
+    """Sources that cannot be reached now, a sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"at_s": time.time()} | asdict(self)
 
 
 class Source:
-    """Context manager on the event loop that reads it. Nothing here fails: what is out of reach is said, and tried
-    until it is there."""
+    """Reads the sources inside `async with`. Unreachable sources are reported and tried again."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Source:
         credentials: Credentials = NONE,
         access: SchedulerAccess = IN_CLEAR,
     ) -> None:
-        """Raises ValueError if `cms` is no URL of a store."""
+        """Raises ValueError if `cms` is not the URL of a store."""
         self._store = open_store(cms, credentials)
         self._cms = cms
         self._scheduler = scheduler
@@ -72,7 +71,7 @@ class Source:
         await self._store.close()
 
     async def first(self, timeout_s: float) -> None:
-        """Waits until both have answered, or the time is over."""
+        """Waits until both have answered, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._store.complete.wait()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts engines, and has others leave, as the scheduler says (`GET /scale`).
+"""Starts engines and drains others as the scheduler recommends (`GET /scale`).
 
-An engine that leaves gets SIGTERM: it takes nothing new, its requests move to the others, and its engine ends as soon
-as it is empty, with which its cores or GPUs are free for the next one. Its API server stays for the streams that its
-clients still have there, however long: nobody is cut off. `Cluster` alone, when all of it is to stop, waits no longer.
+A leaving engine gets SIGTERM: it refuses new requests, its requests move to the others, and it ends when it is empty,
+which frees its cores or GPUs. Its API server lives as long as its clients' streams; only the stop of the whole cluster
+limits that.
 
-An engine that dies, or does not come up, is reported, and another one is started if it is still wanted: at once, then
-after pauses that double. With none left after several failures in a row, it is over.
+An engine that dies or does not come up is reported and replaced while it is needed: at once, then after pauses that
+double. After several failures in a row with no engine left, the cluster ends.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from llumsched.up.race import race
 
 POLL_S: Final = 0.5
 LEAVE_S: Final = 7 * 24 * 3600.0
-"""Limit of a departure: streams of a week are none."""
+"""Limit of a departure, longer than any stream."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0
 MOST_FAILURES: Final = 5
-"""Failures in a row, after which nobody waits for an engine if there is none."""
+"""Failures in a row that end the cluster if no engine is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscalePlan:
     bounds: Bounds
     engine: Callable[[int, int], ComponentSpec]
-    """The engine at a place (0, 1, …: its cores or GPUs), and which one of that place it is; each has a name and a port
-    of its own."""
+    """Makes the engine of a place (0, 1, …: its cores or GPUs), given the number of its life there; each has its own
+    name and port."""
     scale_url: str
-    """URL at which the scheduler says how many engines there should be, …"""
+    """URL of the scheduler's recommendation."""
     instances_url: str
-    """… and which there are."""
+    """URL of the list of instances."""
 
 
 class _Advice(msgspec.Struct):
-    """What is read of `/scale`."""
+    """The fields read of `/scale`."""
 
     wanted: int
     leave: list[str]
@@ -70,7 +70,7 @@ class _Engine:
     state: _EngineState
     rising: asyncio.Task[None] | None = None
     known: bool = field(default=True)
-    """Whether the scheduler still knows it: of one that leaves, whether its engine is still there."""
+    """True while the scheduler knows it: for a leaving one, while its engine lives."""
 
     @property
     def name(self) -> str:
@@ -78,8 +78,8 @@ class _Engine:
 
 
 class Autoscaler:
-    """Looks after the engines that serve at its beginning, and those that it starts. `raise_up` starts a component and
-    returns when it can work; `engines` is kept current: all whose processes may be there."""
+    """Manages the engines that serve at its beginning and those that it starts. `raise_up` starts a component and
+    returns when it is ready; `engines` holds all whose processes may live."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Autoscaler:
         self._not_before_s = 0.0
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises ComponentDied when no engine is left and none comes up."""
+        """Runs until it is cancelled. Raises ComponentDied when no engine is left and none comes up."""
         async with aiohttp.ClientSession(trust_env=False) as session:
             try:
                 while True:
@@ -168,7 +168,7 @@ class Autoscaler:
         return [one for one in self._engines if one.state is _EngineState.SERVING]
 
     def _bury(self) -> None:
-        """Takes note of engines whose processes have ended."""
+        """Removes engines whose processes have ended."""
         for engine in [one for one in self._engines if not one.component.running]:
             if engine.rising is not None and not engine.rising.done():
                 continue
@@ -186,7 +186,7 @@ class Autoscaler:
         self._say(f"{what}; the next one is started in {pause_s:g} s at the earliest")
 
     async def _asked(self, session: aiohttp.ClientSession, url: str, kind: type[Any]) -> Any:
-        """The answer; None if there is none that can be read."""
+        """The answer; None if it cannot be read."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, json.JSONDecodeError, msgspec.ValidationError):
             async with session.get(url, timeout=aiohttp.ClientTimeout(total=READY_CALL_S)) as answer:
                 if answer.status == 200:

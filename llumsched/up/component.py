@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One component of the cluster as a process of its own, under a reaper that leaves nothing of it behind."""
+"""One component of the cluster as a process under a reaper."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ KILLED = -9
 _MAX_LINE_BYTES = 16_384
 _ERROR: Final = re.compile(r"\b\w*(Error|Exception): \S.*|\berror: \S.*")
 _NO_CAUSE: Final = "root cause above"
-"""How vLLM's API server points at the error of its engine, which is the one to repeat."""
+"""A line of vLLM's API server that only refers to the engine's error, which is shown instead."""
 
 
 class ComponentDied(RuntimeError):
-    """A component ended, or was not ready in time, while somebody waited for it."""
+    """Raised if a component ended, or was not ready in time, while it was awaited."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """What to run, and how to see that it works. `environment` is added to that of this process, less LLUMNIX_*."""
+    """The command of a component and its readiness check. `environment` is added to this process's, without
+    LLUMNIX_*."""
 
     name: str
     command: tuple[str, ...]
@@ -43,13 +44,13 @@ class ComponentSpec:
     ready_timeout_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
     warm_up: tuple[str, Mapping[str, object]] | None = None
-    """URL and JSON of one request that is sent when it answers, and whose end belongs to being ready."""
+    """URL and JSON of a request to send when it answers; the component is ready after that."""
     cores: tuple[int, ...] = ()
-    """CPU cores that it may use; empty: all of this process."""
+    """CPU cores to use; empty: all of this process."""
 
 
 class Component:
-    """One component's process. Belongs to one event loop. `line` is called with each line that the component writes."""
+    """One component's process, on one event loop. `line` is called with each line of its output."""
 
     def __init__(self, spec: ComponentSpec, line: Callable[[str], None]) -> None:
         self.spec = spec
@@ -57,7 +58,7 @@ class Component:
         self._last_error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._grace_s: float | None = None
-        """The grace of a stop that was asked for before there was a process."""
+        """The grace period of a stop that was requested before the process existed."""
         self._pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._life: asyncio.Task[int] | None = None
@@ -78,7 +79,7 @@ class Component:
         return pid
 
     def end_in_words(self, code: int) -> str:
-        """How it ended, and the last error that it wrote. `code`: of `wait_ended`."""
+        """The end in words, with the last error that it wrote. `code` is from `wait_ended`."""
         cause = f": {self._last_error}" if self._last_error and code else ""
         return f"{self.spec.name} ended {describe(code)}{cause}"
 
@@ -87,7 +88,7 @@ class Component:
         return await asyncio.shield(self._ended)
 
     async def wait_ready(self, session: aiohttp.ClientSession) -> None:
-        """Waits until it works. Raises ComponentDied after `ready_timeout_s`; `wait_ended` tells of its end."""
+        """Waits until it is ready. Raises ComponentDied after `ready_timeout_s`; `wait_ended` reports its end."""
         try:
             async with asyncio.timeout(self.spec.ready_timeout_s):
                 while True:
@@ -100,8 +101,8 @@ class Component:
             raise ComponentDied(message) from None
 
     def ask_to_stop(self, grace_s: float) -> None:
-        """SIGTERM now, SIGKILL to all of its processes after `grace_s`. May be repeated with another grace: the
-        earliest end counts."""
+        """Sends SIGTERM now, and SIGKILL to all its processes after `grace_s`. With repeated calls the earliest end
+        counts."""
         self._grace_s = grace_s
         if self._process is not None and self._process.stdin is not None and self.running:
             with contextlib.suppress(ConnectionError, RuntimeError):

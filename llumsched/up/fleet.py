@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All components together: the order in which they start and stop, and what the death of one means.
+"""All components: the order of their start and stop, and the meaning of each one's end.
 
-Start: the scheduler (with the CMS and the rescheduler) first, since engines report to it; then engines and gateway at
-once. Nothing is said to be ready before the gateway lists the model, that is, before an engine's report has made its
-way through all of them.
+Start: the scheduler first (with CMS and rescheduler), since engines report to it; then engines and gateway together.
+The cluster is ready when the gateway lists the model, that is, when a report has passed through all components.
 
-Stop: the gateway first, which takes nothing new and lets streams end; then the engines; the scheduler last, since
-until then engines and gateway want it. A second signal shortens all that is still waited for to `HURRY_S`.
+Stop: first the gateway, which refuses new requests and lets streams end; then the engines; last the scheduler, which
+both need. A second signal shortens every remaining wait to `HURRY_S`.
 
-Death: of an engine before everything is ready, of the scheduler, the gateway or the last engine: all is stopped, and
-the exit code says so. Another engine's death is reported, and the rest goes on serving: whatever ended it would end
-it again, so it is not restarted. With an `AutoscalePlan` the number of engines is somebody's business: `autoscaler`.
+Unexpected end: if an engine ends before the cluster is ready, or if the scheduler, the gateway or the last engine ends,
+everything is stopped and the exit code says so. Any other engine's end is reported and not repaired, as its cause would
+end it again. With an `AutoscalePlan`, `autoscaler` manages the number of engines.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What is to run. `greeting` is printed when all of it is ready."""
+    """The components to run. `greeting` is printed when all are ready."""
 
     scheduler: ComponentSpec
     gateway: ComponentSpec
     engines: tuple[ComponentSpec, ...]
     models_url: str
-    """The gateway's list of models, ..."""
+    """URL of the gateway's list of models."""
     model: str
-    """... on which this one appears when requests can be sent."""
+    """The model that appears there when requests can be sent."""
     greeting: str
     drain_s: float = 25.0
-    """Time for which streams may go on once everything is to stop."""
+    """Time for streams to end when everything stops."""
     autoscale: AutoscalePlan | None = None
-    """By which engines come and go. None: `engines` are all, and none is restarted."""
+    """Plan by which engines come and go. None: `engines` are all, and none is restarted."""
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
@@ -72,7 +71,7 @@ class Fleet:
         self._engines = [self._component(spec) for spec in plan.engines]
 
     async def run(self) -> ExitCode:
-        """Runs until a signal or a death ends it; nothing is left of any component then."""
+        """Runs until a signal or a component's end. No process is left then."""
         died = ""
         with self._signals():
             try:
@@ -112,7 +111,7 @@ class Fleet:
         await self._stop.wait()
 
     async def _start_and_serve(self) -> None:
-        """Starts all components and watches them. Raises ComponentDied when what is left cannot serve."""
+        """Starts all components and watches them. Raises ComponentDied when the rest cannot serve."""
         await race(self._start(), self._first_death(self._scheduler, self._gateway, *self._engines))
         self._screen.say(self._plan.greeting, bold=True)
         await race(self._look_after_engines(), self._first_death(self._scheduler, self._gateway))
@@ -142,7 +141,7 @@ class Fleet:
             raise ComponentDied(problem) from None
 
     async def _first_death(self, *components: Component) -> None:
-        """Waits for a death. Raises ComponentDied when one of the components ends."""
+        """Raises ComponentDied when one of the components ends."""
 
         async def death(component: Component) -> None:
             raise ComponentDied(component.end_in_words(await component.wait_ended()))
@@ -159,7 +158,7 @@ class Fleet:
         ).run()  # fmt: skip
 
     async def _engine_deaths(self) -> None:
-        """Reports the deaths of engines. Raises ComponentDied with the last of them."""
+        """Reports the ends of engines. Raises ComponentDied with the last one."""
         left, last = len(self._engines), ""
 
         async def report(engine: Component) -> None:
@@ -198,7 +197,7 @@ class Fleet:
 
 
 async def _models(session: aiohttp.ClientSession, url: str) -> set[str]:
-    """The ids of the models listed there; none if there is no such list."""
+    """The ids of the models listed there; empty if there is no list."""
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=READY_CALL_S)) as answer:
             listed = await answer.json(content_type=None)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""True if there is such a model: asked once before anything starts, where engines would need minutes to say no.
+"""Checks the existence of a model before engines start, which would need minutes to fail.
 
-Only what leaves no doubt is a fault. vLLM knows places that are not looked at here (other hubs, buckets, files of other
-formats), and has the last word.
+Only certain faults count: vLLM knows sources that are not checked here (other hubs, buckets, other formats).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Final
 
 _CONFIGS: Final = ("config.json", "params.json")
 ANSWER_S: Final = 12.0
-"""Time for the hub's answer, of a model that is not in its cache."""
+"""Longest wait for the hub, for a model that is not cached."""
 
 
 def fault(model: str, revision: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
-    """The reason why no engine can load `model`, a directory or a name on the hub; empty if it may be there."""
+    """The reason why no engine can load `model`, a directory or a name on the hub; "" if none is known."""
     if Path(model).is_dir():
         there = any((Path(model) / name).is_file() for name in _CONFIGS) or any(Path(model).glob("*.gguf"))
         return "" if there else f"the directory {model} holds no {_CONFIGS[0]}"

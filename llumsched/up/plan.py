@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that run a cluster, from what `llumnix up` was told."""
+"""The commands of a cluster, from the settings of `llumnix up`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ METRICS_PORT = 8004
 MOST_ENGINES = 256
 START_TIMEOUT_S = 60.0
 WARM_UP_PROMPT = range(100, 196)
-"""Token ids of each engine's first request. The first one is slow; and on CPUs with AMX, where it is of a few tokens
-only, it can end the engine with SIGILL."""
+"""Token ids of each engine's first request, which is slow. A short first request can end an engine with SIGILL on CPUs
+with AMX."""
 OWN_FLAGS = {
     "--host": "engines listen at loopback, behind the gateway",
     "--port": "each engine gets one of its own; `--port` before `--` is the gateway's",
@@ -47,9 +47,9 @@ OWN_FLAGS = {
     "--llumlet-instance-id": "they are engine-0, engine-1, …",
     "--api-key": "the gateway sends requests on as they come, and asks engines for their models without a key",
 }
-"""Flags of `vllm serve` that are set here, and why nobody else may."""
+"""Flags of `vllm serve` that are set here, with the reason why users may not."""
 _BY_PRIORITY: Final = "virtual-usage"
-"""The policy of dispatch that takes two more settings: moves by the load of the same formula, and engines that serve by
+"""The dispatch policy that needs two more settings: moves by the same load formula, and engines that serve by
 priority."""
 _DRAIN: Final = "--llumlet-drain-seconds"
 _QUEUE: Final = "--scheduling-policy"
@@ -60,7 +60,7 @@ _WIDTH_FLAGS = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", 
 _cluster = Group("")
 _scaling = Group("autoscaling", "These apply with --autoscale.", "--autoscale-")
 _SCALING: Final = {entry.field: entry.setting for entry in entries(ScalingConfig) if entry.field != "bounds"}
-"""The scheduler's settings of the number of instances, by their fields, but for the bounds."""
+"""The scheduler's scaling settings by field, without the bounds."""
 
 
 def _scaling_field() -> ScalingConfig:
@@ -71,7 +71,7 @@ def _scaling_field() -> ScalingConfig:
 
 @dataclass(frozen=True, slots=True)
 class UpConfig:
-    """The settings of a cluster. Ports are 0 for any free one."""
+    """The settings of a cluster. Port 0 picks a free one."""
 
     model: str = _cluster.setting(
         "",
@@ -138,7 +138,7 @@ class UpConfig:
 
     @property
     def first_engines(self) -> int:
-        """Number of engines at the beginning."""
+        """Number of engines at the start."""
         return self.autoscale.least if self.autoscale is not None else self.num_engines
 
 
@@ -217,18 +217,18 @@ CHECKS: Final = (
     _gpu_faults,
     _autoscale_faults,
 )
-"""Checks that say what would keep the cluster from starting, a sentence each."""
+"""Checks that yield the faults that keep the cluster from starting, a sentence each."""
 
 
 def model_fault(config: UpConfig) -> str:
-    """The reason why no engine can load the model, in a few seconds; empty if there may be none."""
+    """The reason why no engine can load the model; "" if none is known. Takes some seconds."""
     if any(_last_value(config.engine_args, flag) is not None for flag in _CONFIG_ELSEWHERE):
         return ""
     return hub.fault(config.model, _last_value(config.engine_args, "--revision"))
 
 
 def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> ClusterPlan:
-    """The components of a cluster. Ports are chosen here: they are free now."""
+    """The components of a cluster, with free ports."""
     *engine_ports, spare_gateway, spare_scheduler, spare_cms, spare_metrics = free_ports(config.first_engines + 4)
     port = config.port or spare_gateway
     scheduler = Address(HOST, config.scheduler_port or spare_scheduler)
@@ -263,7 +263,7 @@ def _autoscale(
 
 
 def served_name(config: UpConfig) -> str:
-    """The name under which clients ask for the model."""
+    """The model's name for clients."""
     return _last_value(config.engine_args, "--served-model-name") or config.model
 
 
@@ -280,7 +280,7 @@ def _scheduler(config: UpConfig, address: Address, cms: Address) -> ComponentSpe
 
 
 def _scaling_flags(config: ScalingConfig) -> Iterator[str]:
-    """What is said beyond the defaults, in the scheduler's words."""
+    """The scheduler's flags for settings that differ from the default."""
     default = ScalingConfig()
     for name, setting in _SCALING.items():
         if (value := getattr(config, name)) != getattr(default, name):
@@ -351,7 +351,7 @@ def _greeting(config: UpConfig, gateway: str, scheduler: Address, cms: Address) 
 
 
 def _named(scheduler: Address, cms: Address) -> str:
-    """Flags with which commands find this cluster; empty if they do without any."""
+    """Flags with which commands find this cluster; "" if they need none."""
     if cms.port != scheduler.port + 1:
         return f" --cms {cms} --scheduler {scheduler}"
     return "" if scheduler.port == SCHEDULER_PORT else f" --cluster {scheduler}"
@@ -369,7 +369,7 @@ def _llumnix(name: str) -> list[str]:
 
 
 def _reachable(host: str) -> str:
-    """An address of this machine on which a server that listens at `host` answers."""
+    """An address of this machine for a server that listens on `host`."""
     return {"0.0.0.0": HOST, "::": "::1"}.get(host, host)
 
 
@@ -384,7 +384,7 @@ def _gpus_per_engine(arguments: tuple[str, ...]) -> int:
 
 
 def _last_value(arguments: tuple[str, ...], flag: str) -> str | None:
-    """The value that counts of `--flag VALUE` or `--flag=VALUE`; the first, if it has several."""
+    """The effective value of `--flag VALUE` or `--flag=VALUE`; the first of several values."""
     value = None
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if _flag_of(argument) == flag:
@@ -394,7 +394,7 @@ def _last_value(arguments: tuple[str, ...], flag: str) -> str | None:
 
 
 def _flag_of(argument: str) -> str:
-    """The flag that an argument is, or begins with: vLLM takes underscores for dashes in long ones."""
+    """The flag in an argument. vLLM takes underscores for dashes in long flags."""
     flag = argument.partition("=")[0]
     return flag.replace("_", "-") if flag.startswith("--") else flag
 

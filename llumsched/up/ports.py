@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP ports for servers that are told theirs before they listen."""
+"""Free TCP ports for servers that need theirs before they listen."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import socket
 from typing import Final
 
 _CHOICE: Final = range(20_000, 30_000)
-"""Ports outside the range from which Linux takes ports for connections and for listeners that ask for any
-(32768-60999): a server listens up to a minute after its port was chosen, and nobody else gets the port meanwhile."""
+"""Ports outside Linux's range for connections and automatic ports (32768-60999). A server may listen a minute after its
+port was chosen, and nobody else gets the port meanwhile."""
 
 _random: Final = random.SystemRandom()
-"""Not the one that anybody may seed: processes that did alike, as tests do, would choose the same ports."""
+"""A generator that nobody can seed, so that processes with equal seeds, such as tests, choose different ports."""
 _MOST_KEPT: Final = 200
 _kept: Final[dict[int, int]] = {}
-"""Ports that were given lately, each with the descriptor that keeps it for this process: they look free until their
-servers listen."""
+"""Ports given recently, with the descriptor that keeps each for this process: they look free until their servers
+listen."""
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that are free now, and that nobody on this machine was given lately."""
+    """TCP ports of loopback that are free now and were not given recently on this machine."""
     found: list[int] = []
     while len(found) < count:
         port = _random.choice(_CHOICE)
@@ -37,8 +37,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _keep(port: int) -> bool:
-    """Whether this process now is the one that may give it away: one name in the whole machine (as far as it shares
-    its ports), that the kernel forgets when the process ends."""
+    """True if this process acquires the port: a machine-wide name that the kernel releases when the process ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         try:
             name.bind(f"\0vllm-llumnix-port-{port}")
@@ -56,7 +55,7 @@ def free_port() -> int:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """True if a server could listen there now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         # As servers do: a connection of an earlier one that is not quite over is no obstacle.

@@ -91,7 +91,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_tree(root: int) -> None:
-    """SIGKILL everything below `root` until nothing is left, however fast it forks."""
+    """SIGKILLs everything below `root` until nothing is left, however fast it forks."""
     while below := descendants(root):
         for pid in below:
             try:
@@ -103,9 +103,7 @@ def kill_tree(root: int) -> None:
 
 
 def reap() -> None:
-    """Collect adopted descendants that have ended. The command itself is collected through its
-    Popen object.
-    """
+    """Collects adopted descendants that have ended. The command itself is collected through its Popen object."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -120,18 +118,18 @@ _command_pid = 0
 
 
 def die_with_parent() -> None:
-    """Has a child that is about to execute its command killed when the thread that forked it ends."""
+    """Has a child be killed when the thread that forked it ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def take_orphans(taken: bool) -> None:
-    """Decides whether descendants of this process whose parent dies become its children."""
+    """Makes orphaned descendants children of this process, or stops doing so."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, int(taken), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot become a subreaper")
 
 
 def execute(command: list[str]) -> subprocess.Popen[bytes]:
-    """Starts the command in a session of its own, killed if this process is."""
+    """Starts the command in its own session, to be killed if this process is."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -143,7 +141,7 @@ def execute(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def supervise(command: list[str], start: Callable[[list[str]], Child] = execute) -> int:
-    """Run `command`, as `start` starts it, under the contract above; returns its exit code."""
+    """Runs `command` by `start` under the contract above; returns its exit code."""
     global _command_pid
     take_orphans(True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
@@ -188,7 +186,7 @@ def supervise(command: list[str], start: Callable[[list[str]], Child] = execute)
 
 
 def _woken_by_children() -> int:
-    """A file descriptor that can be read when a child has ended: between two events this process sleeps."""
+    """A file descriptor that becomes readable when a child has ended."""
     wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -209,7 +207,7 @@ def _report(line: str) -> None:
 
 
 def finish(code: int | None, scratch: str | None) -> None:
-    """Does what is left when the command has ended with `code`, or could not be started (None)."""
+    """Cleans up after the command has ended with `code`, or could not be started (None)."""
     kill_tree(os.getpid())
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)

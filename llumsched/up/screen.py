@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of all components on one stream, each behind the name of its component."""
+"""The output of all components on one stream, with the component's name before each line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BOLD, _RESET = "\x1b[1m", "\x1b[0m"
 
 
 class Screen:
-    """Takes lines from any thread and never waits.
+    """Takes lines from any thread and never blocks.
 
-    A terminal that stands still (Ctrl-S) or a slow pipe must not stop an engine that logs, nor the process that
-    watches over it: a thread writes, and of what it has not written the oldest is left out, which the stream then says.
+    A stopped terminal (Ctrl-S) or a slow pipe must not stop an engine that logs. A thread writes; if it falls behind,
+    the oldest lines are dropped and a line says so.
     """
 
     def __init__(self, stream: TextIO, names: list[str], *, colour: bool, capacity: int = CAPACITY) -> None:
@@ -34,7 +34,7 @@ class Screen:
         self._thread.start()
 
     def line(self, name: str, text: str) -> None:
-        """`text` is what a component wrote: nothing in it may steer the terminal."""
+        """Shows a component's text; control characters are neutralised."""
         # Of a progress bar that was drawn over and over, the last state.
         shown = output.clean(text.rstrip("\r").rpartition("\r")[2].expandtabs())
         colour = self._colours.get(name, "")
@@ -46,7 +46,7 @@ class Screen:
         self._put(f"{_BOLD}{text}{_RESET}" if bold and any(self._colours.values()) else text)
 
     def close(self) -> None:
-        """Writes what is left, for as long as `CLOSE_S`."""
+        """Writes the remaining lines for at most `CLOSE_S`."""
         with self._change:
             self._closing = True
             self._change.notify()

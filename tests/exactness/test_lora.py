@@ -161,6 +161,7 @@ async def test_another_adapter_of_that_name(pair: Pair) -> None:
     await stays(pair, "song", "lora_not_available", "adapter 'song' has other contents here")
 
 
+@pytest.mark.rest
 async def test_absent_until_it_is_loaded(pair: Pair, files: Path) -> None:
     a, b = pair
     await stays(pair, "diary", "lora_not_available", "adapter 'diary' is not known here")
@@ -191,6 +192,7 @@ async def test_batch_with_another_adapter(pair: Pair) -> None:
         await wait_idle(server)
 
 
+@pytest.mark.rest
 async def test_files_that_are_gone(pair: Pair, files: Path) -> None:
     """B would have to load the adapter again: its worker, and B with it, would end at that."""
     a, b = pair
@@ -231,6 +233,7 @@ def mortal_and_haven(files: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield Pair(*fleet.start(mortal, haven))
 
 
+@pytest.mark.rest
 async def test_in_float32(mortal_and_haven: Pair) -> None:
     mortal, haven = mortal_and_haven
     parameters = SAMPLINGS["seeded"]
@@ -240,6 +243,7 @@ async def test_in_float32(mortal_and_haven: Pair) -> None:
     assert outcome(moved) == outcome(expected)
 
 
+@pytest.mark.rest
 async def test_its_engine_is_killed(mortal_and_haven: Pair) -> None:
     """Its streams go on at an engine that has their adapter, not loaded at that moment."""
     mortal, haven = mortal_and_haven

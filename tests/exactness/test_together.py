@@ -76,7 +76,15 @@ async def test_several_cross_at_once(fleet_of: dict[str, Server]) -> None:
 
 
 @pytest.mark.parametrize(
-    "ending", ["max_tokens", "stop_token_ids", "stop string", "stop string, included", "end of sequence"]
+    "ending",
+    [
+        "max_tokens",
+        "stop string",
+        *(
+            pytest.param(it, marks=pytest.mark.rest)
+            for it in ("stop_token_ids", "stop string, included", "end of sequence")
+        ),
+    ],
 )
 async def test_end_on_the_hand_over(fleet_of: dict[str, Server], ending: str) -> None:
     """The destination's very first token is the last one. The move is tried earlier or later until it falls so."""

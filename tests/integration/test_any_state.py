@@ -20,7 +20,7 @@ from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.moves import migrate, move_stream, requests
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.rest]
 
 SEEDED: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "top_p": 0.95, "top_k": 200, "seed": 7}
 PROMPT = list(range(100, 180))

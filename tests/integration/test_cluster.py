@@ -285,7 +285,7 @@ async def test_a_drained_engine_loses_no_stream(cluster: Cluster, expected: list
 
 @failure("the engine of an instance in a cluster is killed", "decoding", "replayed by its API server")
 @failure("all of an instance in a cluster is killed", "decoding", "continued by the gateway")
-@pytest.mark.parametrize("what", ["engine", "instance"])
+@pytest.mark.parametrize("what", ["engine", pytest.param("instance", marks=pytest.mark.rest)])
 async def test_a_killed_engine_loses_no_stream(cluster: Cluster, expected: list[int], what: str) -> None:
     async with four_streams(cluster) as (client, streams, victim):
         for pid in victim.pids() if what == "instance" else [victim.process("EngineCore")]:
@@ -298,6 +298,7 @@ async def test_a_killed_engine_loses_no_stream(cluster: Cluster, expected: list[
 
 
 @failure("the engine of an instance in a cluster stops", "decoding", "goes on elsewhere within 12 s")
+@pytest.mark.rest
 async def test_a_hung_engine_loses_no_stream(cluster: Cluster, expected: list[int]) -> None:
     async with four_streams(cluster) as (client, streams, victim):
         engine = psutil.Process(victim.process("EngineCore"))
@@ -314,6 +315,7 @@ async def test_a_hung_engine_loses_no_stream(cluster: Cluster, expected: list[in
     await cluster.control.knows(2)
 
 
+@pytest.mark.rest
 async def test_a_new_engine_fills(cluster: Cluster) -> None:
     """It is empty when it comes: running requests are moved to it, though nobody sends it any."""
     await cluster.control.knows(2)

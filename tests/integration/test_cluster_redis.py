@@ -79,6 +79,7 @@ async def test_a_hot_engine_is_relieved(cluster: Cluster) -> None:
 
 
 @failure("the Redis of a cluster stands still", "decoding", "streams go on; new ones by the last view")
+@pytest.mark.rest
 async def test_streams_continue_while_redis_hangs(cluster: Cluster) -> None:
     await cluster.control.knows(2)
     cluster.redis.signal(signal.SIGSTOP)

@@ -148,7 +148,7 @@ async def move_live(source: Server, destination: Server, stream: Stream) -> None
     assert (move.phase, move.mode) == ("moved", "live"), move
 
 
-@pytest.mark.parametrize("pair", ["offloads", pytest.param("nixl", marks=NIXL)], indirect=True)
+@pytest.mark.parametrize("pair", ["offloads", pytest.param("nixl", marks=[NIXL, pytest.mark.rest])], indirect=True)
 async def test_there_and_back(pair: Pair) -> None:
     async with Client(pair.a.base_url) as client:
         expected = await (await client.complete(PROMPT, LENGTH, **GREEDY, cache_salt="unmoved")).result()
@@ -273,6 +273,7 @@ async def assert_holds(server: Server, follower: Follower) -> None:
             assert answer.num_tokens == SIZE, f"{server.name} does not have {tokens[-SIZE:]}"
 
 
+@pytest.mark.rest
 async def test_kv_events_stay_true(offloads: Pair) -> None:
     """Of two engines whose caches are too small for what runs there."""
     a, b = offloads[:2]
@@ -320,6 +321,7 @@ async def prefilled(server: Server, prompt: list[int]) -> dict[str, Any]:
 
 
 @NIXL
+@pytest.mark.rest
 async def test_prefill_and_decode_while_requests_move(nixl: Pair) -> None:
     """Both engines prefill for each other, and what they decode moves on: once and back, with the tokens of a stream
     that one engine has computed alone."""
@@ -351,6 +353,7 @@ async def transferred(client: Client) -> float:
 
 
 @NIXL
+@pytest.mark.rest
 async def test_request_awaiting_a_kv_fetch_stays(nixl: Pair) -> None:
     why = "its KV cache is to be fetched from here by another engine (do_remote_decode)"
     async with Client(nixl.a.base_url) as client:
@@ -369,6 +372,7 @@ async def test_request_awaiting_a_kv_fetch_stays(nixl: Pair) -> None:
     "the prompt is computed again where the request goes on",
 )
 @NIXL
+@pytest.mark.rest
 async def test_the_engine_that_decodes_is_lost(nixl: Pair) -> None:
     """The last story of these two: one dies. The prompt is computed again where the request goes on."""
     async with Client(nixl.a.base_url) as at_a, Client(nixl.b.base_url) as at_b:

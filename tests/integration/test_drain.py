@@ -147,6 +147,7 @@ async def test_sigterm_moves_everything_away(stage: Stage, expected: dict[str, S
 
 
 @failure("`llumnix drain`", "serving", "the same, to the instances that were named")
+@pytest.mark.rest
 async def test_the_command_shows_progress_and_says_where_to(stage: Stage, expected: dict[str, Stream]) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.alone()
@@ -167,6 +168,7 @@ async def test_the_command_shows_progress_and_says_where_to(stage: Stage, expect
 
 
 @failure("SIGTERM, and no peer takes anything", "serving", "its streams run to their end here, then it ends")
+@pytest.mark.rest
 async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: dict[str, Stream]) -> None:
     leaver, full = stage.rebuffed()
     async with Client(leaver.base_url) as client:
@@ -204,6 +206,7 @@ async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
 
 
 @failure("SIGTERM to an instance without peers", "serving", "stock vLLM's end")
+@pytest.mark.rest
 async def test_without_peers_vllm_ends_as_ever(stage: Stage) -> None:
     leaver = stage.alone()
     async with Client(leaver.base_url) as client:
@@ -224,7 +227,9 @@ async def test_without_peers_vllm_ends_as_ever(stage: Stage) -> None:
     "serving",
     "each drains its own streams; the engine ends after them",
 )
-@pytest.mark.parametrize("asked_by", ["signal", pytest.param("command", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "asked_by", [pytest.param("signal", marks=pytest.mark.rest), pytest.param("command", marks=pytest.mark.full)]
+)
 async def test_several_api_servers(stage: Stage, expected: dict[str, Stream], asked_by: str) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.twin()

@@ -315,6 +315,7 @@ METHODS = {
 }
 
 
+@pytest.mark.rest
 async def test_random_peers(engines: Engines, offer: ReserveRequest, b: LlumletClient) -> None:
     """Well-formed nonsense, and the true offer with some fields changed: never an internal error."""
     loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ import asyncio
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,17 @@ class Pair:
         )
 
 
-def models(*few: str) -> pytest.MarkDecorator:
-    """All of them; others than these in the large suite only."""
-    names = [name if name in few else pytest.param(name, marks=pytest.mark.full) for name in GROUPS]
+def models(*few: str, first: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """All of them: `first` in `make test`, the other `few` in `make test-rest`, what is left in the large suite."""
+    later = {name: pytest.mark.rest if name in few else pytest.mark.full for name in GROUPS if name not in first}
+    names = [pytest.param(name, marks=later[name]) if name in later else name for name in GROUPS]
     return pytest.mark.parametrize("pair", names, indirect=True, scope="module")
 
 
-MOST, FEW = models("gemma3", "gpt-oss", "qwen3-next", "nemotron-h"), models("gemma3", "qwen3-next")
+WINDOW, STATE = "gemma3", "qwen3-next"
+ALL = models("gpt-oss", "nemotron-h", first=(WINDOW, STATE))
+MOST = models("gpt-oss", STATE, "nemotron-h", first=(WINDOW,))
+FEW = models(WINDOW, STATE)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +186,7 @@ async def behind_the_best(server: Server, prompt: list[int], output: list[int]) 
     return [max(it["logprob"] for it in place.values()) - mine for mine, place in zip(own, places, strict=True)]
 
 
-@MOST
+@ALL
 async def test_mid_stream_there_and_back(pair: Pair, expected: Stream) -> None:
     """The way back finds blocks of the request's own in the cache, of every group or of none."""
     roomy, small = pair.roomy, pair.small

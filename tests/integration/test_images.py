@@ -134,9 +134,9 @@ async def unmoved(server: Server, begin: Begin, *arguments: int, **more: Any) ->
     ("begin", "arguments", "more"),
     [
         pytest.param(look, (1, 2), {}, id="images"),
-        pytest.param(look, (3, 4), SEEDED | {"repetition_penalty": 1.2}, id="images-seeded"),
+        pytest.param(look, (3, 4), SEEDED | {"repetition_penalty": 1.2}, id="images-seeded", marks=pytest.mark.rest),
         pytest.param(feel, (70,), {}, id="embeddings", marks=pytest.mark.full),
-        pytest.param(mixed, (71,), SEEDED, id="embeddings-among-tokens"),
+        pytest.param(mixed, (71,), SEEDED, id="embeddings-among-tokens", marks=pytest.mark.rest),
     ],
 )
 async def test_there_and_back(pair: Pair, begin: Begin, arguments: tuple[int, ...], more: dict[str, Any]) -> None:
@@ -155,6 +155,7 @@ async def test_there_and_back(pair: Pair, begin: Begin, arguments: tuple[int, ..
         await wait_idle(server)
 
 
+@pytest.mark.rest
 async def test_the_same_image_is_found_in_the_cache_and_no_other(pair: Pair) -> None:
     roomy, small = pair.roomy, pair.small
     salt = uuid.uuid4().hex
@@ -172,6 +173,7 @@ async def test_the_same_image_is_found_in_the_cache_and_no_other(pair: Pair) -> 
     await wait_idle(roomy)
 
 
+@pytest.mark.rest
 async def test_waiting(pair: Pair) -> None:
     roomy, small = pair.roomy, pair.small
     expected = await unmoved(roomy, look, 10)
@@ -188,6 +190,7 @@ async def test_waiting(pair: Pair) -> None:
     await wait_idle(small)
 
 
+@pytest.mark.rest
 async def test_in_the_middle_of_an_image(pair: Pair) -> None:
     """The destination goes on with the prompt, and looks at what is left of its images."""
     roomy, small = pair.roomy, pair.small
@@ -205,6 +208,7 @@ async def test_in_the_middle_of_an_image(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("begin", "arguments"), [(look, (11, 12)), pytest.param(mixed, (73,), marks=pytest.mark.full)])
+@pytest.mark.rest
 async def test_preempted_where_it_has_moved_to(pair: Pair, begin: Begin, arguments: tuple[int, ...]) -> None:
     """`small` has no room for both in the end. Who loses its KV cache there is computed again from what came along."""
     roomy, small = pair.roomy, pair.small
@@ -239,6 +243,7 @@ async def test_drain(pair: Pair) -> None:
     await wait_idle(pair.roomy)
 
 
+@pytest.mark.rest
 async def test_the_owner_is_killed(pair: Pair) -> None:
     """The API server starts again what it has the image of. Of one that it has sent before, its engine alone had it."""
     victim = pair.small
@@ -275,6 +280,7 @@ async def test_image_metadata_from_a_peer_is_checked(pair: Pair) -> None:
     await unmoved(roomy, look, 18)
 
 
+@pytest.mark.rest
 async def test_parts_of_an_input_with_images(pair: Pair) -> None:
     """Positions behind the images of a part depend on all images before it, wherever those were looked at."""
     here = [TEXT_TOKENS, TEXT_TOKENS + 2, TEXT_TOKENS + 1]  # begin, image, end

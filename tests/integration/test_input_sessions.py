@@ -20,7 +20,7 @@ from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.input_sessions import FLAGS, Session
 from tests.support.moves import Move, migrate
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.rest]
 
 PARTS = [[100 + (n * 7 + k * 31) % 900 for n in range(size)] for k, size in enumerate((300, 40, 3, 170))]
 TOKENS = (30, 8, 40, 12)

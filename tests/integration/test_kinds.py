@@ -104,6 +104,7 @@ async def test_each_stage_is_placed_at_its_kind(cluster: Cluster) -> None:
     "decoding",
     "the rescheduler moves them to the other decode instances",
 )
+@pytest.mark.rest
 async def test_decode_instances_are_evened_out_and_emptied(cluster: Cluster) -> None:
     """Into each other only: prefill instances, which are as empty and as able, get nothing and keep their own."""
     await cluster.control.knows(len(TYPES))
@@ -124,6 +125,7 @@ async def test_decode_instances_are_evened_out_and_emptied(cluster: Cluster) -> 
     "computing what it was sent",
     "the rescheduler moves them to the other prefill instances",
 )
+@pytest.mark.rest
 async def test_prefill_instances_are_emptied_into_each_other(cluster: Cluster) -> None:
     leaves, stays = cluster.engines["p1"], cluster.engines["p2"]
     known = await moved(cluster)

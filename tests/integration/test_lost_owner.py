@@ -248,9 +248,10 @@ def assert_goes_on(stream: Stream, expected: Stream, longest_s: float) -> None:
 Story = Callable[[Server], psutil.Process]
 
 
-def _but_first(points: Sequence[str]) -> list[Any]:
-    """The first, at which nothing is frozen yet, in the large suite only."""
-    return [pytest.param(points[0], marks=pytest.mark.full), *points[1:]]
+def _last(points: Sequence[str]) -> list[Any]:
+    """The last in `make test`, and the first, at which nothing is frozen yet, in the large suite only."""
+    marks = [pytest.mark.full, *(pytest.mark.rest for _ in points[1:-1]), ()]
+    return [pytest.param(point, marks=mark) for point, mark in zip(points, marks, strict=True)]
 
 
 @failure(
@@ -295,7 +296,11 @@ async def test_the_destination_is_killed_after_the_move(
     "the same",
 )
 @pytest.mark.parametrize(
-    ("victim_of", "sampling"), [(engine_of, "seeded"), (worker_of, "logprobs")], ids=["engine", "worker"]
+    ("victim_of", "sampling"),
+    [
+        pytest.param(engine_of, "seeded", id="engine"),
+        pytest.param(worker_of, "logprobs", id="worker", marks=pytest.mark.rest),
+    ],
 )
 async def test_the_own_engine_is_killed(
     stage: Cast, expected: dict[str, Stream], victim_of: Story, sampling: str
@@ -347,6 +352,7 @@ async def test_replayed_stream_overtakes_waiting_requests(stage: Cast, expected:
     "committed",
     "nothing: the destination owns the request, the API server lives",
 )
+@pytest.mark.rest
 async def test_the_source_is_killed_after_the_move(stage: Cast, expected: dict[str, Stream]) -> None:
     """Nothing is recomputed, and nobody notices: the owner is elsewhere, the API server lives."""
     victim = stage.victim()
@@ -375,6 +381,7 @@ async def test_the_source_is_killed_after_the_move(stage: Cast, expected: dict[s
 @pytest.mark.parametrize(
     "part", [pytest.param(engine_of, id="engine", marks=pytest.mark.full), pytest.param(worker_of, id="worker")]
 )
+@pytest.mark.rest
 async def test_the_destination_stops_and_wakes_up(stage: Cast, expected: dict[str, Stream], part: Story) -> None:
     victim = stage.victim()
     async with Client(stage.haven.base_url) as client:
@@ -423,6 +430,7 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
     "not moving, in a step",
     "suspect, sent nothing new, and busy with that in the status; its streams stay",
 )
+@pytest.mark.rest
 async def test_the_own_engine_compiles_a_kernel(stage: Cast, expected: dict[str, Stream]) -> None:
     victim = stage.victim()
     before = victim.log_text().count("goes on elsewhere")
@@ -473,7 +481,7 @@ async def _is_silent_for_long(victim: Server, part: Story, expected: Stream) -> 
     "Commit has arrived",
     "frozen for 3.5 s, 6 s if everything was to be copied, then settled by the origin's fence: goes on at the source",
 )
-@pytest.mark.parametrize("method", IN_DOUBT_S)
+@pytest.mark.parametrize("method", ["live", pytest.param("blocking", marks=pytest.mark.rest)])
 async def test_the_destination_stops_during_the_move(stage: Cast, expected: dict[str, Stream], method: str) -> None:
     """Nobody but the source sees it: the owner that the origin knows is well."""
     victim = stage.victim()
@@ -505,7 +513,7 @@ async def test_the_destination_stops_during_the_move(stage: Cast, expected: dict
     "Committed has arrived",
     "the destination owns the request; or, if the origin has not heard of it, it is replayed",
 )
-@pytest.mark.parametrize("point", _but_first(SOURCE_POINTS))
+@pytest.mark.parametrize("point", _last(SOURCE_POINTS))
 async def test_the_source_is_killed_during_the_move(stage: Cast, expected: dict[str, Stream], point: str) -> None:
     victim = stage.victim()
     stage.kill_at(victim, point)
@@ -535,7 +543,8 @@ async def test_the_source_is_killed_during_the_move(stage: Cast, expected: dict[
     "admitted, not yet answered",
     "the same",
 )
-@pytest.mark.parametrize("point", _but_first(DESTINATION_POINTS))
+@pytest.mark.parametrize("point", _last(DESTINATION_POINTS))
+@pytest.mark.rest
 async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: dict[str, Stream], point: str) -> None:
     victim = stage.victim()
     stage.kill_at(victim, point)
@@ -553,6 +562,7 @@ async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: 
     "reserving",
     "peer_unreachable: goes on at the source",
 )
+@pytest.mark.rest
 async def test_the_destination_is_dead_already(stage: Cast, expected: dict[str, Stream]) -> None:
     dead, before = stage.dead(), stage.haven.log_text().count("goes on elsewhere")
     async with Client(stage.haven.base_url) as client:

@@ -17,7 +17,7 @@ from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.moves import move_stream
 from vllm_llumnix.kv.networks.nixl import STARTED
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.rest]
 
 PROMPT = list(range(100, 180))
 GREEDY: dict[str, Any] = {"ignore_eos": True}

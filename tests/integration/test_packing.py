@@ -18,6 +18,8 @@ from tests.support.conservation import wait_idle
 from tests.support.control import Control, rescheduling
 from tests.support.harness import Fleet, ServerSpec
 
+pytestmark = pytest.mark.rest
+
 LENGTH = 3000
 """Tokens of a stream, which none of them comes to."""
 AFTER = 40

@@ -120,6 +120,7 @@ async def test_predicted_prefix_hits_are_those_of_vllm(start_server: StartServer
             assert any(late.hit(prompt) for prompt in prompts)
 
 
+@pytest.mark.rest
 async def test_a_conversation_stays_where_its_cache_is(
     start_server: StartServer, model_dir: Path, tmp_path: Path
 ) -> None:

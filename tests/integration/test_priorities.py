@@ -125,6 +125,7 @@ async def test_a_key_may_not_ask_for_more_than_its_best_priority(cluster: Cluste
         await (await begin(client, 1)).result()
 
 
+@pytest.mark.rest
 async def test_waiting_request_ages_past_urgent_ones(cluster: Cluster) -> None:
     """More urgent requests than the engine has slots, all the time."""
     await until_serves(cluster)
@@ -145,6 +146,7 @@ async def test_waiting_request_ages_past_urgent_ones(cluster: Cluster) -> None:
     assert AGEING_S < patient.times[0] - began_s < AGEING_S + 15
 
 
+@pytest.mark.rest
 async def test_others_move_away_from_an_urgent_request_which_stays(cluster: Cluster) -> None:
     """Although it is the shortest, and by load alone would go first."""
     second = await asyncio.to_thread(cluster.add, "second")

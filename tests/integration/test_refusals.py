@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,17 +50,41 @@ HUGE = 4128
 """Tokens of a block; a row would have as many."""
 
 
-class Strange(NamedTuple):
-    """Instances that are not alike."""
+class Strange:
+    """Instances that are not alike, each started when a test asks for it."""
 
-    weights: Server
-    """A server of a fine-tune."""
-    blocks: Server
-    """With blocks so large that there are no rows of which either side has a whole number of blocks."""
-    larger: Server
-    """With blocks for more tokens."""
-    connector: Server
-    """With a KV connector of its own."""
+    def __init__(self, fleet: Fleet, model: Path, directory: Path) -> None:
+        self._fleet, self._model, self._directory = fleet, model, directory
+
+    @cached_property
+    def weights(self) -> Server:
+        """A server of a fine-tune."""
+        return self._start("weights", model=fine_tuned(self._model, self._directory / "tuned", "v_proj"))
+
+    @cached_property
+    def blocks(self) -> Server:
+        """With blocks so large that there are no rows of which either side has a whole number of blocks."""
+        return self._start("blocks", block_size=HUGE, max_model_len=4096)
+
+    @cached_property
+    def larger(self) -> Server:
+        """With blocks for more tokens."""
+        return self._start("larger", block_size=64, max_model_len=4096)
+
+    @cached_property
+    def connector(self) -> Server:
+        """With a KV connector of its own."""
+        connector = {
+            "kv_connector": "OwnConnector",
+            "kv_connector_module_path": "offload_on_cpu",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(self._directory / "kv")},
+        }
+        flags = ("--kv-transfer-config", json.dumps(connector))
+        return self._start("connector", flags=flags, env=offload_on_cpu.ENVIRONMENT)
+
+    def _start(self, name: str, **fields: Any) -> Server:
+        return self._fleet.start(ServerSpec(**{"model": self._model, **fields}, name=name, instance_id=name))[0]
 
 
 async def stays_and_goes_on(source: Server, destination: Server, prompt: list[int] = PROMPT, length: int = 400) -> Move:
@@ -307,23 +330,8 @@ async def test_destination_without_a_slot_and_paused(engines: Engines, conserved
 
 @pytest.fixture(scope="module")
 def strange(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Strange]:
-    connector = {
-        "kv_connector": "OwnConnector",
-        "kv_connector_module_path": "offload_on_cpu",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("kv"))},
-    }
-    specs = Strange(
-        weights=ServerSpec(fine_tuned(model_dir, tmp_path_factory.mktemp("models") / "tuned", "v_proj")),
-        blocks=ServerSpec(model_dir, block_size=HUGE, max_model_len=4096),
-        larger=ServerSpec(model_dir, block_size=64, max_model_len=4096),
-        connector=ServerSpec(
-            model_dir, flags=("--kv-transfer-config", json.dumps(connector)), env=offload_on_cpu.ENVIRONMENT
-        ),
-    )
-    named = [dataclasses.replace(spec, name=name, instance_id=name) for name, spec in specs._asdict().items()]
     with Fleet(log_dir / "strange") as fleet:
-        yield Strange(*fleet.start(*named))
+        yield Strange(fleet, model_dir, tmp_path_factory.mktemp("strange"))
 
 
 @failure(
@@ -331,6 +339,7 @@ def strange(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFac
     "reserving",
     "incompatible_engine: goes on at the source",
 )
+@pytest.mark.rest
 async def test_a_fine_tune(engines: Engines, conserved: object, strange: Strange) -> None:
     move = await stays_and_goes_on(engines.a, strange.weights)
     assert (move.reason, move.detail) == ("incompatible_engine", "checkpoint files differ")
@@ -342,6 +351,7 @@ async def test_a_fine_tune(engines: Engines, conserved: object, strange: Strange
     "reserving",
     "the request goes with its tokens alone; incompatible_engine if it must not",
 )
+@pytest.mark.rest
 async def test_blocks_of_quite_another_size(engines: Engines, conserved: object, strange: Strange) -> None:
     """And another length: the KV cache stays, the tokens go; unless the request might become too long."""
     other = strange.blocks
@@ -385,6 +395,7 @@ async def test_another_block_size(engines: Engines, conserved: object, strange: 
     await wait_idle(large)
 
 
+@pytest.mark.rest
 async def test_request_beside_a_custom_kv_connector_moves_as_tokens(
     engines: Engines, conserved: object, strange: Strange
 ) -> None:

@@ -18,7 +18,7 @@ from tests.support.client import Client
 from tests.support.conservation import wait_idle
 from tests.support.harness import Fleet, Server, ServerSpec, free_port
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.rest]
 
 SIZE = 32
 """Tokens of a block."""

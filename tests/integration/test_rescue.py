@@ -168,6 +168,7 @@ async def test_the_cache_is_brought(pair: Pair, how: str, sampling: dict[str, An
     "each goes on at a peer with its KV cache; on waking up nothing is published, every block is given back",
 )
 @pytest.mark.usefixtures("conserved")
+@pytest.mark.rest
 async def test_several_requests_and_a_worker_that_is_stopped(pair: Pair) -> None:
     samplings = {2: GREEDY, 3: SEEDED, 4: GREEDY}
     expected = [await undisturbed(pair.haven, number, sampling) for number, sampling in samplings.items()]
@@ -210,6 +211,7 @@ async def test_the_cache_cannot_be_had(pair: Pair, how: str) -> None:
 
 
 @pytest.mark.usefixtures("conserved")
+@pytest.mark.rest
 async def test_the_victim_serves_again(pair: Pair) -> None:
     """Requests that were taken away have left nothing behind that disturbs new ones."""
     expected = await undisturbed(pair.haven, 6, SEEDED)
@@ -224,6 +226,7 @@ async def test_the_victim_serves_again(pair: Pair) -> None:
     "the status says so; requests leave and come with their tokens alone",
 )
 @pytest.mark.usefixtures("conserved")
+@pytest.mark.rest
 async def test_the_victim_loses_its_mover(pair: Pair) -> None:
     """The last: it does not come back."""
     expected = await undisturbed(pair.haven, 7, SEEDED)

@@ -138,6 +138,7 @@ async def test_a_move_and_strangers(pair: Pair, cluster: Cluster, tmp_path: Path
         assert list(secrets_shown(server, found)) == []
 
 
+@pytest.mark.rest
 async def test_the_instances_token_is_replaced_under_a_moved_request(
     pair: Pair, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ def strangers(cluster: Cluster, tmp_path: Path) -> list[Credentials]:
     ]
 
 
+@pytest.mark.rest
 async def test_a_destination_of_another_cluster(pair: Pair, cluster: Cluster, engines: Engines) -> None:
     """The request stays where it is, and the stranger, who has everything but a certificate, hears nothing of it."""
     a, stranger = pair.a, engines.b

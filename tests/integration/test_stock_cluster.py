@@ -64,6 +64,7 @@ async def values(url: str, *names: str) -> list[float]:
 
 @failure("an instance of stock vLLM aborts all its requests, as at SIGTERM", "decoding", "continued by the gateway")
 @pytest.mark.asyncio
+@pytest.mark.rest
 async def test_requests_that_their_engine_aborts_go_on_elsewhere(
     stock: list[Server], model_dir: Path, tmp_path: Path
 ) -> None:

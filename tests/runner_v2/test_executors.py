@@ -12,6 +12,8 @@ from tests.runner_v2.cells import PACE
 from tests.runner_v2.conftest import Cast
 from tests.support.conservation import wait_idle
 
+pytestmark = pytest.mark.rest
+
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sampling", ["greedy", pytest.param("seed", marks=pytest.mark.full)])

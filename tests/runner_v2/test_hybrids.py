@@ -15,6 +15,8 @@ from tests.support.client import Client, Stream
 from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.other_models import OTHER, build
 
+pytestmark = pytest.mark.rest
+
 MORE = ("gpt-oss", "windows", "qwen3-next", "nemotron-h", "mamba2")
 FAMILIES = ["gemma3", *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 

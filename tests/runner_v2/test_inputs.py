@@ -39,7 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     [
         pytest.param(look, (1, 2), id="images"),
         pytest.param(feel, (70,), id="embeddings", marks=pytest.mark.full),
-        pytest.param(mixed, (71,), id="embeddings-among-tokens"),
+        pytest.param(mixed, (71,), id="embeddings-among-tokens", marks=pytest.mark.rest),
     ],
 )
 async def test_there_and_back(pair: list[Server], begin: Begin, arguments: tuple[int, ...]) -> None:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from typing import Any
 
 import pytest
 
 from tests.exactness.cells import SAMPLING, Cell
-from tests.exactness.test_matrix import PROMPT, company, held_by, outcome, run
+from tests.exactness.test_matrix import PROMPT, company, held_by, outcome, run, skip_if_void
 from tests.runner_v2.cells import COVER, OTHERS, PACE, more, pace
 from tests.runner_v2.conftest import MAX_MODEL_LEN, Cast
 from tests.support.client import Client
@@ -17,14 +18,17 @@ from tests.support.conservation import wait_idle
 from tests.support.moves import migrate, requests
 
 MAX_VOID = 2
+FULL, REST = pytest.mark.full, pytest.mark.rest
 _void: list[str] = []
 
 
 def _parameters() -> list[Any]:
-    """Every other of the kinds of `COVER` in `make test`."""
-    rows = [(cell, number % 2 > 0) for number, cell in enumerate(COVER)] + [(cell, True) for cell in more()]
-    marked = [(cell, (pytest.mark.full,) if is_full else ()) for cell, is_full in rows]
-    return [pytest.param(cell, marks=marks, id="-".join(cell.values()).replace(" ", "_")) for cell, marks in marked]
+    """Of the kinds of `COVER`, a quarter in `make test`, another in `make test-rest`."""
+    marks = itertools.chain(
+        itertools.islice(itertools.cycle(((), FULL, REST, FULL)), len(COVER)), itertools.repeat(FULL)
+    )
+    rows = zip([*COVER, *more()], marks, strict=False)
+    return [pytest.param(cell, marks=marks, id="-".join(cell.values()).replace(" ", "_")) for cell, marks in rows]
 
 
 def test_the_engines_are_what_gpus_run(cast: Cast) -> None:
@@ -44,11 +48,7 @@ async def test_moved_as_if_unmoved(cast: Cast, cell: Cell, request: pytest.Fixtu
     async with company({*path} if cell["company"] == "neighbours" else set(), MAX_MODEL_LEN - 60):
         unmoved, _ = await run(path[:1], cell, pace(cell))
         moved, moves = await run(path, cell, pace(cell))
-        if outcome(moved) != outcome(unmoved):
-            again, _ = await run(path[:1], cell, pace(cell))
-            if outcome(again) != outcome(unmoved):
-                _void.append(request.node.name)
-                pytest.skip("void: two unmoved runs differ")
+        await skip_if_void(path, cell, pace(cell), unmoved, moved, request.node.name, _void)
     for move in moves:
         assert move.live, f"{move.phase} {move.reason} {move.detail}"
     assert len(moves) == len(path) - 1

@@ -21,6 +21,8 @@ from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.model import PRESETS, build
 from tests.support.moves import migrate, requests
 
+pytestmark = pytest.mark.rest
+
 WATERMARK = {"key": 7, "context_width": 2}
 FLAGS = ("--dtype", "float32", "--enable-trace-replay", "--enable-scale-out", "--return-sampling-mask",
          "--logprobs-mode", "processed_logprobs")  # fmt: skip

@@ -67,7 +67,7 @@ class Request:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("start", [0, 30, len(PROMPT)])
+@pytest.mark.parametrize("start", [30, *(pytest.param(start, marks=pytest.mark.rest) for start in (0, len(PROMPT)))])
 async def test_there_and_back(pair: list[Server], start: int) -> None:
     """`start`: the first token of the prompt of which somebody wants to know."""
     a, b = pair
@@ -86,6 +86,7 @@ async def test_there_and_back(pair: list[Server], start: int) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.rest
 async def test_its_engine_is_lost(pair: list[Server]) -> None:
     """The last story of these two."""
     a, b = pair

@@ -91,6 +91,7 @@ async def there_and_back(pair: Pair, parameters: dict[str, Any]) -> Stream:
 
 
 @pytest.mark.asyncio
+@pytest.mark.rest
 async def test_with_accepted_drafts(pair: Pair) -> None:
     before = [await accepted(server) for server in pair]
     await there_and_back(pair, REPEATING)
@@ -99,6 +100,7 @@ async def test_with_accepted_drafts(pair: Pair) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.rest
 async def test_with_rejected_drafts(pair: Pair) -> None:
     await there_and_back(pair, FREE)
 

@@ -23,6 +23,8 @@ from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.moves import Move, first_index, migrate
 from tests.support.other_models import OTHER, build
 
+pytestmark = pytest.mark.rest
+
 LENGTH = 120
 PROMPT = list(range(100, 130)) * 4
 AT = (10, 18, 26, 34, 42, 50)

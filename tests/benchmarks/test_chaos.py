@@ -13,6 +13,7 @@ from benchmarks.chaos.load import Load, due
 
 
 @pytest.mark.asyncio
+@pytest.mark.rest
 async def test_nothing_is_lost_in_a_little_chaos(tmp_path: Path) -> None:
     result = await run(6, 12.0, 6, seed=3, logs=tmp_path, say=lambda _: None)
     assert passed(result), result

@@ -654,6 +654,7 @@ def test_parts_by_name_and_in_what_time(capsys: pytest.CaptureFixture[str]) -> N
     assert "for lack of time this was left: seals" in found.err
 
 
+@pytest.mark.rest
 def test_parts_need_nothing_of_vllm(tmp_path: Path) -> None:
     """Where vLLM cannot be imported, neither here nor in the processes of the parts."""
     (tmp_path / "vllm.py").write_text("raise ImportError('there is no vLLM here')\n")

@@ -131,6 +131,7 @@ def test_fragmentation_is_judged_over_all_lengths(capsys: pytest.CaptureFixture[
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+@pytest.mark.rest
 def test_forwarded_status_is_nearer_the_truth() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.objectives", "forward", "--quick"],

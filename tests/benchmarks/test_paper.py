@@ -83,11 +83,13 @@ def test_without_a_trace_its_experiments_are_left_out(play: Play, tmp_path: Path
     assert all(name in said for name in (TRACE, *scale.RATES))
 
 
+@pytest.mark.rest
 def test_prefixes_are_cached_if_they_may_be(play: Play, traces: Path) -> None:
     rows, _ = play("prefixes", "--traces", str(traces), "--settings", "round-robin")
     assert [row["cached_share"] > 0.3 for row in rows] == [row["caching"] for row in rows]
 
 
+@pytest.mark.rest
 def test_the_number_of_processes_does_not_matter(play: Play) -> None:
     arguments = ("motivation", "--requests", "30", "--seeds", "2")
     (one, _), (other, _) = play(*arguments), play(*arguments, "--jobs", "2")
@@ -98,6 +100,7 @@ def test_the_number_of_processes_does_not_matter(play: Play) -> None:
     assert [row["seed"] for row in one] == [0, 1]
 
 
+@pytest.mark.rest
 def test_instance_with_free_memory_preempts(play: Play) -> None:
     rows, said = play("motivation", "--quick")
     (row,) = rows
@@ -108,6 +111,7 @@ def test_instance_with_free_memory_preempts(play: Play) -> None:
     assert "62 %" in said
 
 
+@pytest.mark.rest
 def test_packed_instances_preempt_more(play: Play) -> None:
     rows, _ = play("fragmentation", "--quick", "--requests", "400", "--settings", INFAAS, PACKING)
     preempted = {(row["rate"], row["setting"]): row["preempted_share"] for row in rows}
@@ -117,6 +121,7 @@ def test_packed_instances_preempt_more(play: Play) -> None:
         assert preempted[rate, "packing"] > preempted[rate, "infaas"]
 
 
+@pytest.mark.rest
 def test_late_statuses_need_an_account(play: Play) -> None:
     rows, _ = play("staleness", "--quick", "--requests", "300", "--settings", INFAAS)
     ttft_p99_s = {(row["late_s"], row["account"]): row["ttft_p99_s"] for row in rows}
@@ -138,6 +143,7 @@ def test_the_fewest_are_found_in_few_tries() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.rest
 def test_fewer_instances_do_what_packed_ones_do(play: Play) -> None:
     rows, said = play("cost", "--requests", "150", "--seeds", "2", "--settings", PACKING, "load-balance")
     tails_s = {
@@ -155,6 +161,7 @@ def test_fewer_instances_do_what_packed_ones_do(play: Play) -> None:
     assert float(told[6]) == pytest.approx(tail_s("load-balance", size), rel=0.01)
 
 
+@pytest.mark.rest
 def test_urgent_requests_wait_less_where_engines_obey_priorities(play: Play) -> None:
     rows, said = play("priorities", "--quick", "--requests", "1000", "--settings", PACKING)
     found = {row["priorities"]: row for row in rows if row["cv"] == 8}
@@ -163,6 +170,7 @@ def test_urgent_requests_wait_less_where_engines_obey_priorities(play: Play) -> 
     assert "1.2 to 1.5" in said
 
 
+@pytest.mark.rest
 def test_each_kind_has_a_share_and_objectives_of_its_own(play: Play) -> None:
     rows, said = play("priorities", "--quick", "--requests", "200", "--urgent", "0.5", "--settings", "load-balance")
     assert {row["urgent"] for row in rows} == {0.5}
@@ -186,6 +194,7 @@ def test_each_kind_has_a_share_and_objectives_of_its_own(play: Play) -> None:
     assert (found["urgent_slo_attainment"], found["other_slo_attainment"]) == (0.5, 0.5)
 
 
+@pytest.mark.rest
 def test_moved_requests_are_compared_with_runs_without_moves(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priorities, "_LOADS", ((7.4, 8),))
     _, said = play("priorities", "--requests", "100", "--settings", "load-balance", "load-balance+moves")
@@ -202,6 +211,7 @@ def test_moved_requests_are_compared_with_runs_without_moves(play: Play, monkeyp
     assert priorities.moved_and_same(moving, staying) == [(moving[0], staying[3])]
 
 
+@pytest.mark.rest
 def test_a_day_has_a_valley_and_a_peak(play: Play) -> None:
     (row,), _ = play("day", "--quick", "--settings", "load-balance")
     rates, used = ([row[f"{part}_{name}"] for part in ("valley", "slope", "peak")] for name in ("rate", "kv_used"))
@@ -219,6 +229,7 @@ def test_the_parts_of_a_day(at_s: float, part: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.rest
 def test_moves_mend_what_random_dispatch_does(play: Play) -> None:
     rows, _ = play("blind", "--quick", "--requests", "600", "--settings", RANDOM, RANDOM_MOVES)
     took_s = {(row["rate"], row["setting"]): row["e2e_mean_s"] for row in rows}

@@ -20,13 +20,22 @@ def sdist(source: Path) -> Path:
     return build(source, "sdist", source.parent / "sdist")
 
 
+class Wheels(dict[str, Path]):
+    """The wheel of each target, built when it is first asked for; "" is what is built if no target is named."""
+
+    def __init__(self, source: Path) -> None:
+        super().__init__()
+        self._source = source
+
+    def __missing__(self, target: str) -> Path:
+        out = self._source.parent / (target or "default")
+        self[target] = build(self._source, "wheel", out, target or None)
+        return self[target]
+
+
 @pytest.fixture(scope="package")
 def wheels(source: Path) -> dict[str, Path]:
-    """The wheel of each target; "" is what is built if no target is named."""
-    return {
-        target: build(source, "wheel", source.parent / (target or "default"), target or None)
-        for target in ("", "cuda", "cpu", "empty")
-    }
+    return Wheels(source)
 
 
 @pytest.fixture(scope="package")

@@ -41,7 +41,7 @@ def scripts(wheel: Path) -> str:
     return files[name].decode()
 
 
-@pytest.mark.parametrize("target", ["cuda", "cpu"])
+@pytest.mark.parametrize("target", [pytest.param("cuda", marks=pytest.mark.rest), "cpu"])
 def test_a_wheel_has_the_hook_and_the_whole_series(wheels: dict[str, Path], target: str) -> None:
     files = wheel_files(wheels[target])
     assert files[HOOK] == (ROOT / HOOK).read_bytes()
@@ -51,6 +51,7 @@ def test_a_wheel_has_the_hook_and_the_whole_series(wheels: dict[str, Path], targ
     assert "v0.32.0/series" in series
 
 
+@pytest.mark.rest
 def test_a_wheel_has_every_module_and_no_test(wheels: dict[str, Path]) -> None:
     files = wheel_files(wheels["cpu"])
     for package in ("llumlet", "llumsched", "vllm_llumnix"):
@@ -65,6 +66,7 @@ def test_a_wheel_has_every_module_and_no_test(wheels: dict[str, Path]) -> None:
     assert tops == {"llumlet", "llumsched", "vllm_llumnix", HOOK}
 
 
+@pytest.mark.rest
 def test_cuda_is_the_default_and_needs_a_vllm_with_a_series(wheels: dict[str, Path]) -> None:
     assert requirements(wheels["cuda"])["vllm"].specifier == SpecifierSet(">=0.32.0,<0.34")
     assert requirements(wheels[""]) == requirements(wheels["cuda"])
@@ -88,6 +90,7 @@ def test_the_empty_target_is_the_scheduler_side_alone(wheels: dict[str, Path]) -
     assert "vllm-llumnix = " not in scripts(wheel)
 
 
+@pytest.mark.rest
 def test_both_commands_come_with_the_engine_side(wheels: dict[str, Path]) -> None:
     for target in ("cuda", "cpu"):
         assert "llumnix = llumsched.cli:main" in scripts(wheels[target]).splitlines()
@@ -95,6 +98,7 @@ def test_both_commands_come_with_the_engine_side(wheels: dict[str, Path]) -> Non
 
 
 @needs_compiler
+@pytest.mark.rest
 def test_an_engines_wheel_has_the_kernels_and_serves_every_python(wheels: dict[str, Path]) -> None:
     expected = {"cuda": {"_cpu.so", "_cuda.so"} if NVCC else {"_cpu.so"}, "cpu": {"_cpu.so"}, "empty": set()}
     for target, libraries in expected.items():
@@ -103,6 +107,7 @@ def test_an_engines_wheel_has_the_kernels_and_serves_every_python(wheels: dict[s
         assert wheels[target].name.endswith("-any.whl") == (not libraries)
 
 
+@pytest.mark.rest
 def test_a_missing_compiler_is_told_and_costs_the_kernels_alone(
     source: Path, wheels: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -114,11 +119,13 @@ def test_a_missing_compiler_is_told_and_costs_the_kernels_alone(
     assert wheel_files(wheel).keys() == {name for name in wheel_files(wheels["cuda"]) if not name.endswith(".so")}
 
 
+@pytest.mark.rest
 def test_an_unknown_target_is_refused_by_name(source: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="VLLM_TARGET_DEVICE=tpu: one of cuda, cpu, empty is expected"):
         build(source, "wheel", tmp_path / "out", "tpu")
 
 
+@pytest.mark.rest
 def test_a_wheel_made_from_the_source_distribution_is_the_same(
     sdist: Path, wheels: dict[str, Path], tmp_path: Path
 ) -> None:

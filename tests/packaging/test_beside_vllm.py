@@ -17,6 +17,8 @@ from tests.packaging.environment import ROOT, Environment, build, run
 from tests.packaging.test_archives import requirements
 from vllm_llumnix.patching.series import available
 
+pytestmark = pytest.mark.rest
+
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 
 

@@ -19,7 +19,10 @@ import pytest
 from tests.packaging.environment import OUR_SITE
 
 _MAY_MOUNT = subprocess.run(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0
-pytestmark = pytest.mark.skipif(not _MAY_MOUNT, reason="buildah's chroot must mount; a container may not")
+pytestmark = [
+    pytest.mark.skipif(not _MAY_MOUNT, reason="buildah's chroot must mount; a container may not"),
+    pytest.mark.rest,
+]
 
 ENVIRONMENT = "/opt/env"
 PACKAGES = "/opt/packages"

@@ -61,7 +61,7 @@ Install = Callable[[Environment], Path]
 """Installs, and returns the directory that holds the package."""
 
 
-@pytest.fixture(params=["wheel", "sdist", "editable"])
+@pytest.fixture(params=["wheel", *(pytest.param(kind, marks=pytest.mark.rest) for kind in ("sdist", "editable"))])
 def install(request: pytest.FixtureRequest, source: Path) -> Install:
     archives = {
         "wheel": lambda: request.getfixturevalue("wheels")["cpu"],
@@ -95,6 +95,7 @@ def test_the_hook_works_and_is_gone_after_uninstall(
     assert environment.run(HOOKED).strip() == "False"
 
 
+@pytest.mark.rest
 def test_the_hook_imports_nothing_but_itself(environment: Environment, wheels: dict[str, Path]) -> None:
     """Every Python of the environment runs it, with or without vLLM."""
     count = "import sys; print(*sorted(sys.modules))"
@@ -104,6 +105,7 @@ def test_the_hook_imports_nothing_but_itself(environment: Environment, wheels: d
     assert {name for name in added if not name.startswith("vllm_llumnix")} <= {"__future__"}
 
 
+@pytest.mark.rest
 def test_a_wheel_over_an_editable_install_leaves_one_hook(
     environment: Environment, source: Path, wheels: dict[str, Path], small_vllm: Path
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_wheel_over_an_editable_install_leaves_one_hook(
     assert_patched(environment, environment.site)
 
 
+@pytest.mark.rest
 def test_an_editable_install_over_a_wheel_reads_the_checkout(
     environment: Environment, source: Path, wheels: dict[str, Path], small_vllm: Path
 ) -> None:
@@ -124,6 +127,7 @@ def test_an_editable_install_over_a_wheel_reads_the_checkout(
     assert_patched(environment, source)
 
 
+@pytest.mark.rest
 def test_a_left_over_hook_does_not_break_python(environment: Environment, wheels: dict[str, Path]) -> None:
     """As after an uninstall by hand: the line is still there, the package is not."""
     environment.install(wheels["empty"])
@@ -131,6 +135,7 @@ def test_a_left_over_hook_does_not_break_python(environment: Environment, wheels
     assert environment.run("print('fine')") == "fine\n"
 
 
+@pytest.mark.rest
 def test_the_whole_vllm_starts_patched_from_a_wheel(environment: Environment, wheels: dict[str, Path]) -> None:
     """The command fails in an unpatched CPU build: it asks for the metadata of a distribution named `vllm`."""
     environment.install(wheels["cpu"])
@@ -153,6 +158,7 @@ print(native.DIRECTORY, *buffer.tolist())
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ["c++", "g++", "clang++"])), reason="no C++ compiler")
+@pytest.mark.rest
 def test_the_compiled_kernel_works_after_every_kind_of_install(environment: Environment, install: Install) -> None:
     package = install(environment)
     environment.borrow(OUR_SITE)
@@ -194,6 +200,7 @@ print(ModelTokenizer(sys.argv[1]).render(chat, Form.ANTHROPIC))
 """
 
 
+@pytest.mark.rest
 def test_the_empty_target_renders_chats(environment: Environment, wheels: dict[str, Path]) -> None:
     """With what its wheel requires, and neither vLLM nor torch."""
     environment.install(wheels["empty"])
@@ -204,6 +211,7 @@ def test_the_empty_target_renders_chats(environment: Environment, wheels: dict[s
     assert rendered.endswith("system: be brief\nuser: hello\nassistant:\n")
 
 
+@pytest.mark.rest
 def test_the_engine_sides_command_starts(environment: Environment, wheels: dict[str, Path]) -> None:
     environment.install(wheels["cpu"])
     environment.borrow(OUR_SITE)

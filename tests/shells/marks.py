@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+both = pytest.mark.parametrize(
+    "asynchronous", [pytest.param(False, id="sync", marks=pytest.mark.rest), pytest.param(True, id="async")]
+)
+"""With synchronous scheduling in `make test-rest`."""
 MARKS = [
     pytest.mark.asyncio,
     # vLLM's input and output threads leave their sockets to their contexts.

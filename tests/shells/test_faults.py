@@ -14,7 +14,7 @@ import pytest
 
 from tests.shells.cells import CELLS, PLAY, Cell, company, play
 from tests.shells.cluster import cluster_of, side_by_side
-from tests.shells.marks import MARKS
+from tests.shells.marks import MARKS, both
 
 pytestmark = MARKS
 
@@ -35,7 +35,7 @@ async def test_message(message: str, model_dir: Path) -> None:
     assert not await side_by_side(partial(problems, cell) for cell in cells)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @pytest.mark.parametrize(("scenario", "outcome"), [("moves", "moved"), ("given_up", "stayed"), ("preempted", "moved")])
 async def test_without_faults(scenario: str, outcome: str, asynchronous: bool, model_dir: Path) -> None:
     async def problems() -> list[str]:

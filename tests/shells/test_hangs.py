@@ -14,7 +14,7 @@ from llumlet.contract.types import Health, InstanceStatus
 from tests.shells.cells import company, goes_on, moves, too_late, wakes_up
 from tests.shells.circumstances import hanging
 from tests.shells.cluster import Cluster, cluster_of, retold
-from tests.shells.marks import MARKS
+from tests.shells.marks import MARKS, both
 from tests.support.failures import failure
 from vllm_llumnix.engine.load.progress import COMPILING
 from vllm_llumnix.steps.compiles import Compiles
@@ -30,7 +30,7 @@ BUSY_SECONDS = 2.5
     "in a model step, several requests",
     "each goes on at a peer with its KV cache, and at nobody else",
 )
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @retold
 async def test_all_requests_of_an_engine(asynchronous: bool, model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
@@ -87,7 +87,7 @@ async def test_outside_of_a_step(model_dir: Path) -> list[str]:
     "streams run",
     "suspect, and sent nothing new; its streams stay",
 )
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @retold
 async def test_busy_with_a_utility(asynchronous: bool, model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
@@ -130,7 +130,7 @@ async def busy(cluster: Cluster) -> InstanceStatus:
     "in a model step",
     "suspect, and sent nothing new; its streams stay",
 )
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @retold
 async def test_compiling_in_a_step(asynchronous: bool, model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:

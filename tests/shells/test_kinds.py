@@ -13,11 +13,10 @@ from llumlet.protocol import errors
 from tests.shells.cells import PLAY, company, goes_on
 from tests.shells.circumstances import hanging, outputs_held
 from tests.shells.cluster import Cluster, Stream, cluster_of, retold, until
-from tests.shells.marks import MARKS
+from tests.shells.marks import MARKS, both
 
 pytestmark = MARKS
 
-both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 OF_ANOTHER_KIND = "a KV cache of another kind than attention, windows, states and rings"
 
 

@@ -19,7 +19,7 @@ from llumlet.protocol.ids import Epoch
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
 from tests.shells.circumstances import outputs_held, recorded, replays_only_at
 from tests.shells.cluster import cluster_of, retold, until
-from tests.shells.marks import MARKS
+from tests.shells.marks import MARKS, both
 from tests.shells.network import Kind
 from vllm_llumnix.engine.loop import EngineLoop, Leaving
 from vllm_llumnix.engine.moves.source_request import SourceRequest
@@ -30,7 +30,7 @@ pytestmark = MARKS
 LATE_SECONDS = 0.05
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @pytest.mark.parametrize("dismissed", [False, True], ids=["running", "dismissed"])
 @retold
 async def test_outputs_that_are_still_on_their_way(dismissed: bool, asynchronous: bool, model_dir: Path) -> list[str]:

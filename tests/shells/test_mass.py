@@ -53,6 +53,7 @@ async def test_replays_spread_evenly(model_dir: Path) -> list[str]:
     "the rest share them evenly; what the stopped one was asked in vain it does not begin",
 )
 @retold
+@pytest.mark.rest
 async def test_replays_skip_a_stopped_engine(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, "A" + OTHERS) as cluster:
         streams = await crowd(cluster)

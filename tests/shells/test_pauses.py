@@ -19,7 +19,7 @@ from llumlet.contract.types import MovePhase, Reason
 from tests.shells.cells import company
 from tests.shells.circumstances import copying, hanging, replays_only_at
 from tests.shells.cluster import SECONDS, cluster_of, retold, side_by_side, until
-from tests.shells.marks import MARKS
+from tests.shells.marks import MARKS, both
 from tests.support.failures import failure
 from vllm_llumnix.engine.moves import pauses
 from vllm_llumnix.engine.service import agent
@@ -183,14 +183,14 @@ async def paused_again_and_again(model_dir: Path, cycles: int, *, asynchronous: 
         return await cluster.verdict(streams[0])
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @retold
 async def test_calls_succeed_under_continuous_moves(model_dir: Path, asynchronous: bool) -> list[str]:
     return await paused_again_and_again(model_dir, 28, asynchronous=asynchronous)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @retold
 async def test_hundreds_of_calls_succeed_under_continuous_moves(model_dir: Path, asynchronous: bool) -> list[str]:
     return await paused_again_and_again(model_dir, 280, asynchronous=asynchronous)

@@ -18,7 +18,7 @@ from tests.frontend.fakes import request
 from tests.shells.cells import PLAY
 from tests.shells.circumstances import slow_copies
 from tests.shells.cluster import SECONDS, Cluster, cluster_of, retold, side_by_side, until
-from tests.shells.marks import MARKS
+from tests.shells.marks import MARKS, both
 from tests.shells.model import FIRST_TOKEN, NUM_TOKENS, Reference
 from tests.shells.network import Kind
 
@@ -135,7 +135,7 @@ async def let_go(cluster: Cluster) -> list[str]:
     return [repr(one.engine.failure) for one in cluster.living if one.engine.failure]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @retold
 async def test_without_faults(model_dir: Path, asynchronous: bool) -> list[str]:
     async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
@@ -145,6 +145,7 @@ async def test_without_faults(model_dir: Path, asynchronous: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.rest
 async def test_message(message: str, model_dir: Path) -> None:
     async def problems(kind: Kind, times: int) -> list[str]:
         async with cluster_of(model_dir, asynchronous=times > 1) as cluster:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 from vllm.v1.engine import FinishReason
 
 from llumlet.protocol.recovery.suspects import TRIAL_TOKENS
 from tests.shells.circumstances import recorded
 from tests.shells.cluster import Cluster, Instance, Stream, cluster_of, retold, until
-from tests.shells.marks import MARKS
+from tests.shells.marks import MARKS, both
 from tests.support.failures import failure
 
 pytestmark = MARKS
@@ -61,7 +60,7 @@ async def ends_in_error(cluster: Cluster, poison: Stream) -> None:
     "it is in a step, beside others",
     "two do; it ends with an error, the others go on",
 )
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both
 @retold
 async def test_a_request_of_which_engines_die(asynchronous: bool, model_dir: Path) -> list[str]:
     async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:

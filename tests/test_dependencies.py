@@ -41,15 +41,15 @@ WITHIN_LLUMSCHED = {
     "model_memory": set(),
     "cluster": {"extensions", "latency", "request"},
     "cms": {"cluster"},
-    "policy": {"cluster", "extensions", "foresight", "request"},
+    "policy": {"cluster", "extensions", "request"},
     "prefix": {"cluster", "request"},
     "foresight": {"cluster"},
     "dispatch": {"causes", "cluster", "foresight", "latency", "model_memory", "policy", "prefix", "request"},
     "rescheduling": {"cluster", "cms", "extensions", "foresight", "http_form", "policy", "prefix"},
     "scaling": {"cluster", "policy"},
     "summary": {"cluster"},
-    "scheduler": {"cluster", "cms", "contract", "dispatch", "endpoints", "http_form", "latency", "policy", "prefix",
-                  "rescheduling", "scaling", "summary", "tls"},
+    "scheduler": {"cluster", "cms", "contract", "dispatch", "endpoints", "foresight", "http_form", "latency", "policy",
+                  "prefix", "rescheduling", "scaling", "summary", "tls"},
     "gateway": {"causes", "contract", "descriptors", "endpoints", "model_memory", "request", "tls"},
 }  # fmt: skip
 """What of llumsched each of these may import; who else is there starts, shows or plays them."""

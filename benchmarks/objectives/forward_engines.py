@@ -23,8 +23,8 @@ from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.dispatch.dispatcher import Dispatcher
-from llumsched.foresight.moved_on import Forward
+from llumsched.dispatch.dispatcher import Dispatcher, Knowledge
+from llumsched.foresight.moved_on import Forecast, Forward
 from llumsched.policy.document import Mode, load_policy
 from llumsched.up.ports import free_port
 from tests.support.harness import Fleet
@@ -49,9 +49,8 @@ class _Looker:
         """Sizes, by column: of what was reported, and of what was moved on."""
         self._view = View()
         self.account = Account(time.monotonic, 10.0)
-        self._dispatcher = Dispatcher(
-            self._view, load_policy("load-balance", Mode.FULL), self.account, time.monotonic, looks_ahead=True
-        )
+        policy, knowledge = load_policy("load-balance", Mode.FULL), Knowledge(forecast=Forecast(time.monotonic))
+        self._dispatcher = Dispatcher(self._view, policy, self.account, time.monotonic, knowledge=knowledge)
 
     def appeared(self, instance: Instance) -> None:
         self._view.put_metadata(instance.metadata)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cluster in columns, kept current: what changes is one row, what a decision reads are arrays.
 
-It observes a view, after what keeps the counts of its providers: an instance's counts are settled before its row is
-written.
+It observes a view after its providers, so that what they know of an instance is settled before its row is written.
 """
 
 from __future__ import annotations
@@ -51,6 +50,8 @@ class Table:
         self._base_models: frozenset[str] | None = None
         self.on_unserved: Callable[[str], None] = lambda model: None
         """Hears of each model that the last instance has ceased to serve."""
+        self.after = tuple(providers)
+        """Providers, which hear of a change before the row is written."""
         for owner in self._owners:
             owner.provider.on_change(functools.partial(self._rewrite, owner))
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from typing import Final, Protocol, runtime_checkable
 
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
@@ -26,7 +27,12 @@ _MOST_LATE_S: Final = 30.0
 
 @runtime_checkable
 class Observer(Protocol):
-    """Called on the view's event loop, in the order of the changes. Must not wait, and must not raise."""
+    """Called on the view's event loop, in the order of the changes. Must not wait, and must not raise.
+
+    An observer may declare three attributes. `after`: objects that must hear of a change before it does. `keeps`:
+    objects that it writes, so that whatever is after one of them is after this observer. `hears_statuses` = False:
+    `changed` is not called where only the status is newer.
+    """
 
     def appeared(self, instance: Instance) -> None:
         """Hears of an id that was not there, or of a new life of one that was (after `left`)."""
@@ -36,6 +42,17 @@ class Observer(Protocol):
 
     def left(self, instance: Instance) -> None:
         """Hears of an instance that leaves, as it was last."""
+
+
+def in_order(observers: Iterable[Observer]) -> list[Observer]:
+    """Sorts observers so that each comes after those that it depends on. Raises graphlib.CycleError."""
+    given = list(observers)
+    keepers = {id(kept): number for number, one in enumerate(given) for kept in (one, *getattr(one, "keeps", ()))}
+    graph = {
+        number: [keepers[id(other)] for other in getattr(one, "after", ()) if id(other) in keepers]
+        for number, one in enumerate(given)
+    }
+    return [given[number] for number in TopologicalSorter(graph).static_order()]
 
 
 class View(Mapping[str, Instance]):
@@ -78,21 +95,19 @@ class View(Mapping[str, Instance]):
         """Seconds since the store was last heard; 0 while it is connected."""
         return 0.0 if self.connected else self._clock() - self.heard_s
 
-    def observe(self, observer: Observer, *, statuses: bool = True) -> Callable[[], None]:
-        """Tell `observer` of all instances there are, and of every change until the answer is called. Without
-        `statuses`, `changed` is not called where nothing but the status is newer."""
-        for instance in list(self._instances.values()):
-            self._tell(observer.appeared, instance)
-        self._observers.append(observer)
-        if statuses:
-            self._of_statuses.append(observer)
+    def observe(self, *observers: Observer) -> Callable[[], None]:
+        """Tells observers of all instances there are, and of every change until the returned function is called. Each
+        hears of a change after the observers that it depends on, whichever were added first."""
+        added = in_order(observers)
+        for one in added:
+            for instance in list(self._instances.values()):
+                self._tell(one.appeared, instance)
+        self._set_observers([*self._observers, *added])
+        return lambda: self._set_observers([one for one in self._observers if all(one is not gone for gone in added)])
 
-        def stop() -> None:
-            self._observers.remove(observer)
-            if statuses:
-                self._of_statuses.remove(observer)
-
-        return stop
+    def _set_observers(self, observers: Iterable[Observer]) -> None:
+        self._observers = in_order(observers)
+        self._of_statuses = [one for one in self._observers if getattr(one, "hears_statuses", True)]
 
     # Writing
 
@@ -120,7 +135,7 @@ class View(Mapping[str, Instance]):
         received_s = self._clock() - age_s
         instance = Instance(known.metadata, status, received_s, self._late_s(status, age_s), numbers)
         self._instances[instance.id] = instance
-        for observer in list(self._of_statuses):
+        for observer in self._of_statuses:
             self._tell(observer.changed, instance)
         return True
 
@@ -142,13 +157,13 @@ class View(Mapping[str, Instance]):
     def _take_out(self, instance_id: str) -> Instance | None:
         gone = self._instances.pop(instance_id, None)
         if gone is not None:
-            for observer in list(self._observers):
+            for observer in self._observers:
                 self._tell(observer.left, gone)
         return gone
 
     def _keep(self, instance: Instance, *, appeared: bool = False) -> None:
         self._instances[instance.id] = instance
-        for observer in list(self._observers):
+        for observer in self._observers:
             self._tell(observer.appeared if appeared else observer.changed, instance)
 
     def _tell(self, hear: Callable[[Instance], None], instance: Instance) -> None:

@@ -41,7 +41,7 @@ COMMANDS: Final = {
     "scheduler": "choose an instance for each request",
     "rescheduler": "move running requests from hot instances to cold ones and away from failed ones",
 }
-"""Help texts of the commands, by the names of their modules."""
+"""Help texts of the commands, by name; the module of `ps` is `ps_command`."""
 WITH_FURTHER: Final = frozenset({"up", "doctor"})
 """Commands that take arguments after `--`."""
 

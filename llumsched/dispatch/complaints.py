@@ -46,6 +46,8 @@ class _Complainer:
 class Complaints:
     """Weighs complaints. Observes a view, on one event loop; `clock` in seconds, monotonic."""
 
+    hears_statuses: Final = False
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._gateways: dict[str, _Complainer] = {}

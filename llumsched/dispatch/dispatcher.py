@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
@@ -24,8 +24,7 @@ from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
 from llumsched.dispatch.complaints import Complaints
 from llumsched.dispatch.warmth import Warmth
-from llumsched.foresight.outlook import Outlook
-from llumsched.foresight.senders import Senders
+from llumsched.foresight.moved_on import Forecast
 from llumsched.latency.profile import Profile
 from llumsched.model_memory import ModelMemory
 from llumsched.policy import filters as f
@@ -102,6 +101,29 @@ class Assignment:
     """What was predicted there, as `Candidates.predicted` says."""
 
 
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What a dispatcher goes by beside the reports of instances and the requests that it has sent."""
+
+    profiles: Sequence[Profile] = ()
+    """Step models of engines that have not told of their steps yet."""
+    hits: PrefixHits | None = None
+    """Contents of the instances' prefix caches."""
+    providers: Sequence[RequestProvider] = ()
+    """Columns beside those of the table, asked for with each request."""
+    models: Collection[str] = ()
+    """Models that are known before an instance has served them."""
+    warms_up_s: float = 0.0
+    """Time without a new instance before one is chosen among those that have come."""
+    forecast: Forecast | None = None
+    """Adds columns to the table by which it can be moved on to now."""
+    forward: bool = False
+    """True if decisions see the table moved on, which needs a forecast."""
+
+
+_NOTHING_ELSE: Final = Knowledge()
+
+
 class Dispatcher:
     """Places requests, on one event loop, one after the other: each decision sees what those before it placed."""
 
@@ -112,31 +134,17 @@ class Dispatcher:
         ledger: Ledger,
         clock: Callable[[], float],
         draw: random.Random | None = None,
-        *,
-        warms_up_s: float = 0.0,
-        providers: Sequence[RequestProvider] = (),
-        profiles: Sequence[Profile] = (),
-        forward: bool = False,
-        looks_ahead: bool = False,
-        hits: PrefixHits | None = None,
-        models: Collection[str] = (),
+        knowledge: Knowledge = _NOTHING_ELSE,
     ) -> None:
-        """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
-        columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand.
-        `forward`: whether decisions see statuses moved on to now; `looks_ahead`: whether somebody else moves its table
-        on. That takes columns of its own, which cost something with each status. `hits`: what prefix caches hold.
-        `models`: names that are known before an instance has served them."""
-        self.view, self.policy, self.ledger = view, policy, ledger
+        self.view, self.policy, self.ledger, self.hits = view, policy, ledger, knowledge.hits
         self._lost_s = FAILS_S if policy.staleness_s else 0.0
-        self._forward = forward
-        self.step_models = StepModels(clock, profiles)
-        self.senders = Senders(clock)
-        outlooks = [Outlook(clock)] if forward or looks_ahead else []
+        self._forecast, self._forward = knowledge.forecast, knowledge.forward
+        self.step_models = StepModels(clock, knowledge.profiles)
+        outlooks = [self._forecast.outlook] if self._forecast else []
         self.table = standard_table(ledger.in_flight, self.step_models, *outlooks)
-        self.models = ModelMemory(clock, models)
+        self.models = ModelMemory(clock, knowledge.models)
         self.table.on_unserved = self.models.served
-        self.hits = hits
-        self._providers: Sequence[RequestProvider] = (*((hits,) if hits else ()), *providers)
+        self._providers: Sequence[RequestProvider] = (*((self.hits,) if self.hits else ()), *knowledge.providers)
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
         """Lost instances, and their columns."""
         self._clock = clock
@@ -145,22 +153,12 @@ class Dispatcher:
         self._placed: OrderedDict[tuple[str, str], tuple[float, frozenset[str]]] = OrderedDict()
         """Instances that a gateway's request went to lately: a second try goes elsewhere, if there is an elsewhere."""
         self.complaints = Complaints(clock)
-        self.warmth = Warmth(clock, warms_up_s)
-        observers: list[Observer] = [one for one in self._providers if isinstance(one, Observer)]
-        observers = [
-            ledger,
-            self.step_models,
-            *outlooks,
-            self.senders,
-            *observers,
-            self.table,
-        ]
-        self._stop = [view.observe(one) for one in observers]
-        self._stop += [view.observe(one, statuses=False) for one in (self.complaints, self.warmth)]
-
-    def close(self) -> None:
-        for stop in self._stop:
-            stop()
+        self.warmth = Warmth(clock, knowledge.warms_up_s)
+        observing = [one for one in self._providers if isinstance(one, Observer)]
+        senders = [self._forecast.senders] if self._forecast else []
+        self.close = view.observe(
+            ledger, self.step_models, *outlooks, *senders, *observing, self.table, self.complaints, self.warmth
+        )
 
     def schedule(
         self,
@@ -199,7 +197,8 @@ class Dispatcher:
                 urgent=is_urgent(request.priority),
             )
         for placed in placements:
-            self.senders.sent()
+            if self._forecast is not None:
+                self._forecast.senders.sent()
             if self.hits is not None:
                 self.hits.sent(request, placed.instance.id)
             self._last[placed.infer_type, request.model] = placed.instance.id
@@ -225,9 +224,9 @@ class Dispatcher:
             self.complaints.of(gateway_id),
             self._lost_columns(),
         )
-        candidates = Candidates(
-            self.table, context, self._providers, forward=self.senders.number if self._forward else None
-        )
+        forecast = self._forecast if self._forward else None
+        cluster = self.table if forecast is None else forecast.of(self.table, context.now_s)
+        candidates = Candidates(cluster, context, self._providers, reported=None if forecast is None else self.table)
         decisions = {}
         for infer_type in stages:
             stage = self.policy.stages.get(infer_type)

@@ -22,6 +22,8 @@ _MOST_S: Final = 15.0
 class Warmth:
     """Tells warm from cold. Observes a view. `clock`: monotonic seconds. `quiet_s` 0: always warm."""
 
+    hears_statuses: Final = False
+
     def __init__(self, clock: Callable[[], float], quiet_s: float = QUIET_S) -> None:
         self._clock = clock
         self._quiet_s = quiet_s

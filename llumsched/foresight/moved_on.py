@@ -24,7 +24,7 @@ predictions of latency step from the status on by themselves, and read it as it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -33,6 +33,8 @@ from llumlet.contract.coming_steps import NUM_STEPS
 from llumsched.cluster.columns import Cluster, IdOrder, Mask, Matrix, Values
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.snapshot import Snapshot
+from llumsched.foresight.outlook import Outlook
+from llumsched.foresight.senders import Senders
 
 _MEDIAN: Final = 0.31
 """What is added to the mean of a Poisson variable, before it is rounded down, to get its median."""
@@ -117,6 +119,17 @@ class Forward(_Wrapped):
         if self._moved is None:
             self._moved = moved_on(self.reported, self._now_s, self._senders)
         return self._moved[name]
+
+
+class Forecast:
+    """Shows the cluster as it would report now. `outlook` is among the providers of its table; `outlook` and `senders`
+    observe the view."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.outlook, self.senders = Outlook(clock), Senders(clock)
+
+    def of(self, reported: Cluster, now_s: float) -> Forward:
+        return Forward(reported, now_s, self.senders.number)
 
 
 def move_on(snapshot: Snapshot, now_s: float) -> None:

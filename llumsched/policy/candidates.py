@@ -12,7 +12,6 @@ import numpy as np
 
 from llumsched.cluster.columns import Cluster, Columns, Mask, UnknownColumn, Values
 from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
-from llumsched.foresight.moved_on import Forward
 from llumsched.policy.metrics import METRICS, Metric
 from llumsched.policy.predictions import PREDICTIONS
 from llumsched.request import REQUEST_COLUMNS, Request
@@ -47,16 +46,11 @@ class Candidates:
         context: Context,
         providers: Sequence[RequestProvider] = (),
         *,
-        forward: float | None = None,
         reported: Cluster | None = None,
     ) -> None:
-        """`forward`: statuses are moved on to the time of the decision, with so many schedulers that send as this one
-        does; None: they are as reported, or were moved on before: then `reported` is what they were. Predictions, which
-        step on from there themselves, are of what was reported."""
-        self.cluster = cluster if forward is None else Forward(cluster, context.now_s, forward)
-        self.context = context
-        if forward is not None:
-            reported = cluster
+        """`reported`: the cluster as reported, if `cluster` was moved on from it: predictions step on from there by
+        themselves."""
+        self.cluster, self.context = cluster, context
         self._as_reported = self if reported is None else Candidates(reported, context, providers)
         self._providers = providers
         self._columns: dict[str, Values] = {}

@@ -53,10 +53,11 @@ Connect = Callable[[Instance], Watchable]
 
 
 class CacheWatches:
-    """Observes a view, on its event loop; what is heard goes to `hits`, which observes the same view before."""
+    """Observes a view, on its event loop, after `hits`, which gets what is heard."""
 
     def __init__(self, hits: PrefixHits, credentials: Credentials, connect: Connect | None = None) -> None:
         self._hits = hits
+        self.after = (hits,)
         self._connect = connect or (lambda instance: LlumletClient(instance.llumlet, credentials=credentials))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()

@@ -21,7 +21,7 @@ from llumsched.cluster.lost import FAILS_S
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table, standard_table
-from llumsched.cluster.view import Observer, View
+from llumsched.cluster.view import View
 from llumsched.foresight.moved_on import move_on
 from llumsched.foresight.outlook import Outlook
 from llumsched.rescheduling.executing.counters import RescheduleCounters
@@ -84,12 +84,11 @@ class Rescheduler:
         self.records = Records()
         self._view = view
         self._policies = load_policies(config)
-        self._unobserve: list[Callable[[], None]] = []
+        self._unobserve: Callable[[], None] = lambda: None
         if table is None:
             step_models, outlooks = StepModels(clock), [Outlook(clock)] if config.forward_status else []
             table = standard_table(InFlight(), step_models, *outlooks)
-            observers: list[Observer] = [step_models, *outlooks, table]
-            self._unobserve = [view.observe(one) for one in observers]
+            self._unobserve = view.observe(step_models, *outlooks, table)
         self._table = table
         self._clock = clock
         self._lease = lease
@@ -127,8 +126,7 @@ class Rescheduler:
 
     async def close(self) -> None:
         """Leaves the calls under way, after `run` was cancelled. What the llumlets have begun goes on."""
-        for stop in self._unobserve:
-            stop()
+        self._unobserve()
         await self._executor.close()
 
     def run_pass(self, woken_by: str = "call") -> PassRecord:

@@ -87,9 +87,8 @@ def _watch_caches(
     if not num_blocks:
         return caches_unknown
     hits = PrefixHits(PrefixIndex(num_blocks))
-    stack.callback(view.observe(hits))
     watches = CacheWatches(hits, credentials)
     stack.push_async_callback(watches.close)
-    stack.callback(view.observe(watches))
+    stack.callback(view.observe(hits, watches))
     registry.register(PrefixMetrics(hits))
     return hits.shares

@@ -28,9 +28,10 @@ from llumsched.cluster.providers.lrs import RealtimeState
 from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
 from llumsched.contract import CMS_PORT, SCHEDULER_PORT
-from llumsched.dispatch.dispatcher import Dispatcher, Ledger
+from llumsched.dispatch.dispatcher import Dispatcher, Knowledge, Ledger
 from llumsched.dispatch.warmth import QUIET_S
 from llumsched.endpoints import Endpoint
+from llumsched.foresight.moved_on import Forecast
 from llumsched.latency.profile import Profile, read_llumnix, read_profile
 from llumsched.policy.document import Mode, Policy
 from llumsched.prefix.hits import PrefixHits
@@ -247,21 +248,15 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         await store.start()
         registry = CollectorRegistry()
         ledger = _ledger(config, store.view)
-        warms_up_s = 0.0 if config.policy.mode is Mode.LITE else config.warms_up_s
         dispatcher = Dispatcher(
             store.view,
             config.policy,
             ledger,
             time.monotonic,
-            warms_up_s=warms_up_s,
-            providers=all_request_providers(),
-            profiles=profiles_of(config),
-            forward=config.forward_status,
-            looks_ahead=config.rescheduling is not None and config.rescheduling.forward_status,
-            hits=(hits := _hits(config)),
-            models=config.models,
+            knowledge=_knowledge(config),
         )
         stack.callback(dispatcher.close)
+        hits = dispatcher.hits
         if hits is not None and config.policy.mode is Mode.FULL:
             watches = CacheWatches(hits, config.credentials)
             stack.push_async_callback(watches.close)
@@ -280,6 +275,19 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         port = await _listen(stack, app, config)
         return RunningScheduler(config.host, port, store.view, dispatcher, rescheduler, store, stack.pop_all())
     raise AssertionError("the stack swallows nothing")
+
+
+def _knowledge(config: SchedulerConfig) -> Knowledge:
+    looks_ahead = config.forward_status or (config.rescheduling is not None and config.rescheduling.forward_status)
+    return Knowledge(
+        profiles_of(config),
+        _hits(config),
+        all_request_providers(),
+        config.models,
+        warms_up_s=0.0 if config.policy.mode is Mode.LITE else config.warms_up_s,
+        forecast=Forecast(time.monotonic) if looks_ahead else None,
+        forward=config.forward_status,
+    )
 
 
 def _hits(config: SchedulerConfig) -> PrefixHits | None:

@@ -23,7 +23,8 @@ from llumlet.process.tasks import cancel
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.contract import Attaining, Complaining, HostPort, LLMInstance, Report, SchedulingRequest
-from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
+from llumsched.dispatch.dispatcher import Dispatcher, Knowledge, NotPlaced, NotPlacedKind
+from llumsched.foresight.moved_on import Forecast
 from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import Config as GatewayConfig
 from llumsched.gateway.errors import GatewayError, UnknownModel
@@ -74,6 +75,12 @@ class ControlConfig:
     pause after it depends on that."""
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether anything moves statuses on to now."""
+        reschedules_ahead = self.rescheduling is not None and self.rescheduling.forward_status
+        return self.forward_status or reschedules_ahead or self.foresight_s is not None
+
+    @property
     def headroom(self) -> float:
         """The one number that both go by."""
         said = self.priority_headroom
@@ -108,9 +115,7 @@ class Control:
             self._account,
             clock,
             random.Random(random.random()),
-            forward=config.forward_status,
-            looks_ahead=config.foresight_s is not None
-            or (config.rescheduling is not None and config.rescheduling.forward_status),
+            Knowledge(forecast=Forecast(clock) if config.looks_ahead else None, forward=config.forward_status),
         )
         self.hindsight: Hindsight | None = None
         if config.has_hindsight:

@@ -55,6 +55,7 @@ class Account:
         self, clock: Callable[[], float], staleness_s: float, is_blind: Callable[[], bool] = lambda: False
     ) -> None:
         self.in_flight = InFlight()
+        self.keeps = (self.in_flight,)
         self.num_expired = 0
         """Requests that neither arrived nor were released in time."""
         self._clock = clock

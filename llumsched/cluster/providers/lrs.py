@@ -71,6 +71,7 @@ class RealtimeState:
         self, clock: Callable[[], float], instances: Container[str], *, gateway_ttl_s: float, state_ttl_s: float
     ) -> None:
         self.in_flight = InFlight()
+        self.keeps = (self.in_flight,)
         self.num_expired = 0
         self._clock = clock
         self._instances = instances

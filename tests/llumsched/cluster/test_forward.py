@@ -62,8 +62,7 @@ class World:
         self.account = Account(lambda: self.now_s, 10.0)
         outlook = Outlook(lambda: self.now_s)
         self.table = standard_table(self.account.in_flight, Known(), outlook)
-        for one in (self.account, outlook, self.table):
-            self.view.observe(one)
+        self.view.observe(self.account, outlook, self.table)
         self.view.put_metadata(self.member.metadata)
 
     @property
@@ -286,7 +285,8 @@ def test_decisions_see_it_and_predictions_do_not_count_the_time_twice() -> None:
         here.tell()
         here.wait(0.3)
         context = Context(here.now_s, Request(prompt_num_tokens=100))
-        as_told, moved = Candidates(here.table, context), Candidates(here.table, context, forward=1.0)
+        forward = Forward(here.table, here.now_s)
+        as_told, moved = Candidates(here.table, context), Candidates(forward, context, reported=here.table)
         assert moved[USED][0] == here.moved(USED) > as_told[USED][0]
         usage = METRICS["kv_cache_usage_ratio_projected"]
         assert moved.values(usage)[0] != as_told.values(usage)[0]
@@ -302,13 +302,13 @@ def test_a_decision_is_explained_with_what_was_moved_on() -> None:
         here.wait(0.05)
         here.tell()
         here.wait(0.4)
-        told: dict[float | None, dict[str, Any]] = {}
-        for forward in (None, 1.0):
-            candidates = Candidates(here.table, Context(here.now_s), forward=forward)
-            (told[forward],) = explain(pipeline.run(stage, candidates, Draw(random.Random(0), None)))["instances"]
-        assert told[None]["moved_on"] is None
-        assert told[1.0]["moved_on"][USED] == [here.table[USED][0], here.moved(USED)]
-        assert "max_model_len" not in told[1.0]["moved_on"]
+        told: list[dict[str, Any]] = []
+        for cluster in (here.table, Forward(here.table, here.now_s)):
+            candidates = Candidates(cluster, Context(here.now_s), reported=here.table)
+            told += explain(pipeline.run(stage, candidates, Draw(random.Random(0), None)))["instances"]
+        assert told[0]["moved_on"] is None
+        assert told[1]["moved_on"][USED] == [here.table[USED][0], here.moved(USED)]
+        assert "max_model_len" not in told[1]["moved_on"]
 
 
 def test_others_are_taken_to_have_sent_what_this_scheduler_has() -> None:

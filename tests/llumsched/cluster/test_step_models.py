@@ -30,8 +30,7 @@ class World:
         self.view = View(lambda: self.now_s, wall_clock=lambda: self.now_s)
         self.models = StepModels(lambda: self.now_s, profiles)
         self.table: Table = standard_table(InFlight(), self.models)
-        self.view.observe(self.models)
-        self.view.observe(self.table)
+        self.view.observe(self.models, self.table)
         self._updates = 0
 
     def appear(self, instance_id: str, **fields: Any) -> None:

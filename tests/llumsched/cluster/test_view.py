@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from graphlib import CycleError
+
 import pytest
 
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
-from llumsched.cluster.view import View
+from llumsched.cluster.view import View, in_order
 
 
 class Heard:
@@ -126,3 +128,38 @@ def test_an_observer_that_raises_is_said_once_and_keeps_nobody_from_hearing(capl
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == [
         f"of the test: {event}" for event in ("appeared", "changed", "left")
     ]
+
+
+def test_observers_hear_of_a_change_after_what_they_depend_on() -> None:
+    view, heard, kept = View(lambda: 0.0), list[str](), object()
+
+    class Named(Heard):
+        def __init__(self, name: str, after: tuple[object, ...] = (), keeps: tuple[object, ...] = ()) -> None:
+            super().__init__()
+            self.name, self.after, self.keeps = name, after, keeps
+
+        def _note(self, event: str, instance: Instance) -> None:
+            heard.append(self.name)
+
+    keeper, reader = Named("keeper", keeps=(kept,)), Named("reader", after=(kept,))
+    last = Named("last", after=(reader,))
+    stop = view.observe(last, reader)
+    view.observe(keeper)
+    view.put_metadata(metadata())
+    assert heard == ["keeper", "reader", "last"]
+    stop()
+    view.put_status(status(1))
+    assert heard[3:] == ["keeper"]
+    keeper.after = (last,)
+    with pytest.raises(CycleError):
+        in_order([last, reader, keeper])
+
+
+def test_observer_may_leave_out_what_only_changes_the_status() -> None:
+    view, heard = View(lambda: 0.0), Heard()
+    heard.hears_statuses = False  # type: ignore[attr-defined]
+    view.observe(heard)
+    view.put_metadata(metadata())
+    view.put_status(status(1))
+    view.put_metadata(metadata(model="another"))
+    assert [event for event, *_ in heard.events] == ["appeared", "changed"]

@@ -13,7 +13,7 @@ from msgspec.structs import replace as replace_request
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
-from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
+from llumsched.dispatch.dispatcher import Dispatcher, Knowledge, NotPlaced, NotPlacedKind
 from llumsched.model_memory import REMEMBERED_S
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
 from llumsched.policy.expression import Expression
@@ -33,7 +33,8 @@ class Cluster:
         self.now = 0.0
         self.view = View(lambda: self.now)
         self.account = Account(lambda: self.now, 10.0, lambda: not self.view.connected)
-        self.dispatcher = Dispatcher(self.view, policy, self.account, lambda: self.now, random.Random(0), models=models)
+        draw, knowledge = random.Random(0), Knowledge(models=models)
+        self.dispatcher = Dispatcher(self.view, policy, self.account, lambda: self.now, draw, knowledge)
         for name in names:
             cases.put(self.view, name, **fields)
 

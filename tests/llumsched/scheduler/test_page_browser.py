@@ -21,7 +21,7 @@ from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
 from llumsched.contract import Attained
-from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.dispatch.dispatcher import Dispatcher, Knowledge
 from llumsched.latency.fitting import Coefficients
 from llumsched.latency.profile import Profile
 from llumsched.policy.document import Mode, Overrides, load_policy
@@ -77,7 +77,7 @@ class Cluster:
         profile = Profile("Qwen/Qwen2.5-7B", Coefficients(0.01, 1e-4, 1e-8, 1e-4, 1e-6), 100, 0.01, "here")
         policy = load_policy("slo", Mode.FULL, Overrides(constants={"ttft_slo": 500.0, "tpot_slo": 50.0}))
         hits = PrefixHits(PrefixIndex(1000))
-        return Dispatcher(self.view, policy, account, time.monotonic, profiles=[profile], hits=hits)
+        return Dispatcher(self.view, policy, account, time.monotonic, knowledge=Knowledge([profile], hits))
 
     def begin(self, source: str, destination: str) -> MoveRecord:
         self._moves += 1

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ from llumlet.protocol.urgency import is_urgent
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.lost import FAILS_S
 from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
-from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.ledger import Ledger
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
@@ -67,29 +67,6 @@ class NotPlaced(Exception):
         self.kind = kind
 
 
-class Ledger(Observer, Protocol):
-    """What `account.Account` and `lrs.RealtimeState` have in common."""
-
-    in_flight: InFlight
-    num_expired: int
-
-    def dispatched(
-        self,
-        request_id: str,
-        instance_id: str,
-        infer_type: InferType,
-        num_tokens: int,
-        gateway_id: str = "",
-        num_hit_tokens: int = 0,
-        *,
-        urgent: bool = False,
-    ) -> None: ...
-
-    def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None: ...
-
-    def expire(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Assignment:
     infer_type: InferType
@@ -131,7 +108,7 @@ class Dispatcher:
         self,
         view: View,
         policy: Policy,
-        ledger: Ledger,
+        ledger: Ledger[Any],
         clock: Callable[[], float],
         draw: random.Random | None = None,
         knowledge: Knowledge = _NOTHING_ELSE,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -24,11 +24,12 @@ from llumlet.process.tasks import cancel, keep_running
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers import HIT_COLUMN, all_request_providers
 from llumsched.cluster.providers.account import Account
+from llumsched.cluster.providers.ledger import Ledger
 from llumsched.cluster.providers.lrs import RealtimeState
 from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
 from llumsched.contract import CMS_PORT, SCHEDULER_PORT
-from llumsched.dispatch.dispatcher import Dispatcher, Knowledge, Ledger
+from llumsched.dispatch.dispatcher import Dispatcher, Knowledge
 from llumsched.dispatch.warmth import QUIET_S
 from llumsched.endpoints import Endpoint
 from llumsched.foresight.moved_on import Forecast
@@ -304,7 +305,7 @@ def profiles_of(config: SchedulerConfig) -> list[Profile]:
     return [*config.step_profiles, *([read_llumnix(llumnix)] if llumnix else [])]
 
 
-def _ledger(config: SchedulerConfig, view: View) -> Ledger:
+def _ledger(config: SchedulerConfig, view: View) -> Ledger[Any]:
     if config.policy.mode is Mode.LITE:
         return RealtimeState(time.monotonic, view, gateway_ttl_s=config.gateway_ttl_s, state_ttl_s=config.state_ttl_s)
     staleness_s = config.account_staleness_s if config.account else 0.0
@@ -354,7 +355,7 @@ async def _listen(stack: AsyncExitStack, app: web.Application, config: Scheduler
     return port
 
 
-async def _expire(ledger: Ledger) -> None:
+async def _expire(ledger: Ledger[Any]) -> None:
     while True:
         await asyncio.sleep(_EXPIRE_S)
         ledger.expire()

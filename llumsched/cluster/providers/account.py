@@ -17,19 +17,20 @@ A request that moves between instances is in the status of its source, and with 
 move. A retry at the same instance within the time in which the engine remembers the first try is taken for found at
 the next status; it is missed until the engine has it, for some milliseconds.
 
-Everything is O(1) per request; a status costs as much as it names requests, and only while some are on their way.
+A status costs as much as it names requests, and only while some are on their way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
-from llumsched.cluster.providers.in_flight import Counters, InFlight, counters_of
+from llumsched.cluster.providers.in_flight import counters_of
+from llumsched.cluster.providers.ledger import Entry, Ledger
 
 _NAME_CHARACTERS: Final = 128
 """Characters of a request's name in a status at most: engines have the id of its gateway, and cut off the rest."""
@@ -37,39 +38,21 @@ _MOST_OVERDUE: Final = 100_000
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
-    gateway_id: str
-    request_id: str
-    instance_id: str
-    infer_type: InferType
-    counters: Counters
+class _Sent(Entry):
     deadline_s: float
     kept: bool = True
 
 
-class Account:
-    """Observes a view, on one event loop; `clock` in seconds, monotonic. `staleness_s` 0: nothing is counted.
-    `is_blind`: whether no status can come now."""
+class Account(Ledger[_Sent]):
+    """`staleness_s` 0: nothing is counted. `is_blind`: whether no status can come now."""
 
     def __init__(
         self, clock: Callable[[], float], staleness_s: float, is_blind: Callable[[], bool] = lambda: False
     ) -> None:
-        self.in_flight = InFlight()
-        self.keeps = (self.in_flight,)
-        self.num_expired = 0
-        """Requests that neither arrived nor were released in time."""
-        self._clock = clock
+        super().__init__(clock)
         self._staleness_s = staleness_s
         self._is_blind = is_blind
-        self._of_request: dict[tuple[str, str], dict[InferType, _Sent]] = {}
-        """Records by gateway and id: two gateways may have got the same one from a client."""
-        self._of_instance: dict[str, dict[tuple[str, str, InferType], _Sent]] = {}
         self._by_age: deque[_Sent] = deque()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._of_instance.values()))
-
-    # From the dispatcher
 
     def dispatched(
         self,
@@ -82,46 +65,27 @@ class Account:
         *,
         urgent: bool = False,
     ) -> None:
-        """`request_id` was placed; an earlier placement of it for the same stage is void."""
         self.expire()
-        earlier = self._of_request.get((gateway_id, request_id), {}).get(infer_type)
-        if earlier is not None:
-            self._drop(earlier)
         if not self._staleness_s:
             return
         now_s = self._clock()
         counters = counters_of(infer_type, num_tokens, num_hit_tokens=num_hit_tokens, urgent=urgent)
         counters = counters._replace(dispatched_ms=round(now_s * 1000))
-        deadline_s = now_s + self._staleness_s
-        record = _Sent(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)
-        self._of_request.setdefault((gateway_id, request_id), {})[infer_type] = record
-        self._of_instance.setdefault(instance_id, {})[gateway_id, request_id, infer_type] = record
-        self._by_age.append(record)
-        self.in_flight.add(instance_id, counters)
-
-    def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
-        """Drops a request that is no longer on its way to these instances. As often as one likes, known or not."""
-        for record in list(self._of_request.get((gateway_id, request_id), {}).values()):
-            if record.instance_id in instance_ids:
-                self._drop(record)
+        sent = _Sent(gateway_id, request_id, instance_id, infer_type, counters, now_s + self._staleness_s)
+        self._add(sent)
+        self._by_age.append(sent)
 
     def expire(self) -> None:
-        """Drops requests whose time is over. To be called now and then, whether or not anything happens."""
         now_s = self._clock()
         most_overdue = _MOST_OVERDUE if self._is_blind() else 0
         while self._by_age:
-            record = self._by_age[0]
-            if record.kept and (record.deadline_s > now_s or len(self._by_age) <= most_overdue):
+            sent = self._by_age[0]
+            if sent.kept and (sent.deadline_s > now_s or len(self._by_age) <= most_overdue):
                 return
             self._by_age.popleft()
-            if record.kept:
+            if sent.kept:
                 self.num_expired += 1
-                self._drop(record)
-
-    # From the view
-
-    def appeared(self, instance: Instance) -> None:
-        self.changed(instance)
+                self._drop(sent)
 
     def changed(self, instance: Instance) -> None:
         on_their_way = self._of_instance.get(instance.id)
@@ -130,23 +94,10 @@ class Account:
         named = {*instance.status.recent_waiting_requests, *instance.status.waiting_requests}
         if not named:
             return
-        for record in list(on_their_way.values()):
-            if record.request_id[:_NAME_CHARACTERS] in named:
-                self._drop(record)
+        for sent in list(on_their_way.values()):
+            if sent.request_id[:_NAME_CHARACTERS] in named:
+                self._drop(sent)
 
-    def left(self, instance: Instance) -> None:
-        for record in list(self._of_instance.get(instance.id, {}).values()):
-            self._drop(record)
-
-    def _drop(self, record: _Sent) -> None:
-        record.kept = False
-        key = record.gateway_id, record.request_id
-        of_request = self._of_request[key]
-        del of_request[record.infer_type]
-        if not of_request:
-            del self._of_request[key]
-        of_instance = self._of_instance[record.instance_id]
-        del of_instance[*key, record.infer_type]
-        if not of_instance:
-            del self._of_instance[record.instance_id]
-        self.in_flight.subtract(record.instance_id, record.counters)
+    def _drop(self, entry: _Sent) -> None:
+        entry.kept = False
+        super()._drop(entry)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
 from llumlet.protocol.infer_type import InferType
-from llumsched.cluster.instance import Instance
-from llumsched.cluster.providers.in_flight import Counters, InFlight, counters_of
+from llumsched.cluster.providers.in_flight import counters_of
+from llumsched.cluster.providers.ledger import Entry, Ledger
 
 _log = logging.getLogger(__name__)
 _RELEASED_FOR_S = 10.0
@@ -43,13 +43,8 @@ class Update:
 
 
 @dataclass(slots=True, eq=False)
-class _Reported:
-    request_id: str
-    instance_id: str
-    infer_type: InferType
-    gateway_id: str
+class _Reported(Entry):
     num_tokens: int
-    counters: Counters
     heard_s: float
     num_hit_tokens: int = 0
     prefilled: bool = False
@@ -64,29 +59,19 @@ class _Gateway:
     """Whether it has sent a report, or kept a connection."""
 
 
-class RealtimeState:
-    """State per request, on one event loop; `clock` in seconds, monotonic. `instances` are the ids that there are."""
+class RealtimeState(Ledger[_Reported]):
+    """A state for each request. `instances` are the ids that there are."""
 
     def __init__(
         self, clock: Callable[[], float], instances: Container[str], *, gateway_ttl_s: float, state_ttl_s: float
     ) -> None:
-        self.in_flight = InFlight()
-        self.keeps = (self.in_flight,)
-        self.num_expired = 0
-        self._clock = clock
+        super().__init__(clock)
         self._instances = instances
         self._gateway_ttl_s = gateway_ttl_s
         self._state_ttl_s = state_ttl_s
-        self._states: dict[tuple[str, str, InferType], _Reported] = {}
-        """States by gateway, id and stage."""
         self._gateways: dict[str, _Gateway] = {}
         self._released: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self._has_warned = False
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    # From the dispatcher
 
     def dispatched(
         self,
@@ -99,18 +84,14 @@ class RealtimeState:
         *,
         urgent: bool = False,
     ) -> None:
-        """`request_id` was placed; an earlier placement of it for the same stage is void. That it is `urgent` is not
-        kept: a gateway's reports, from which a new scheduler learns what runs, do not say it."""
+        """As `Ledger` says, but `urgent` is not kept: a gateway's reports, from which a new scheduler learns what runs,
+        do not say it."""
         self._hear(gateway_id)
         self._released.pop((gateway_id, request_id, instance_id), None)
         self._start(request_id, instance_id, infer_type, num_tokens, gateway_id, num_hit_tokens)
 
     def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
-        """Ends a request at these instances. As often as one likes, known or not."""
-        for infer_type in InferType:
-            state = self._states.get((gateway_id, request_id, infer_type))
-            if state is not None and state.instance_id in instance_ids:
-                self._drop(state)
+        super().released(request_id, instance_ids, gateway_id)
         for instance_id in instance_ids:
             self._released[gateway_id, request_id, instance_id] = self._clock() + _RELEASED_FOR_S
         while len(self._released) > _MOST_RELEASED:
@@ -119,7 +100,7 @@ class RealtimeState:
     def reported(self, update: Update) -> str | None:
         """Takes what a gateway reports, or says why not."""
         self._hear(update.gateway_id).reports = True
-        state = self._states.get((update.gateway_id, update.id, update.infer_type))
+        state = self._entries.get((update.gateway_id, update.id, update.infer_type))
         if state is None:
             if (update.gateway_id, update.id, update.instance_id) in self._released:
                 return "request released"
@@ -145,14 +126,13 @@ class RealtimeState:
         self._hear(gateway_id).num_connections -= 1
 
     def expire(self) -> None:
-        """Drops what has ended without a word. To be called now and then."""
         now_s = self._clock()
         lost = {
             gateway_id
             for gateway_id, gateway in self._gateways.items()
             if not gateway.num_connections and now_s - gateway.heard_s > self._gateway_ttl_s
         }
-        for state in list(self._states.values()):
+        for state in list(self._entries.values()):
             if state.gateway_id in lost or now_s - state.heard_s > self._state_ttl_s:
                 self.num_expired += 1
                 self._drop(state)
@@ -161,18 +141,6 @@ class RealtimeState:
         self._warn_of_silent_gateways(now_s)
         while self._released and next(iter(self._released.values())) <= now_s:
             self._released.popitem(last=False)
-
-    # From the view
-
-    def appeared(self, instance: Instance) -> None:
-        pass
-
-    def changed(self, instance: Instance) -> None:
-        pass
-
-    def left(self, instance: Instance) -> None:
-        for state in [state for state in self._states.values() if state.instance_id == instance.id]:
-            self._drop(state)
 
     def _hear(self, gateway_id: str) -> _Gateway:
         now_s = self._clock()
@@ -205,14 +173,10 @@ class RealtimeState:
         gateway_id: str,
         num_hit_tokens: int = 0,
     ) -> _Reported:
-        earlier = self._states.get((gateway_id, request_id, infer_type))
-        if earlier is not None:
-            self._drop(earlier)
         counters = counters_of(infer_type, num_tokens, num_hit_tokens=num_hit_tokens)
         now_s = self._clock()
-        state = _Reported(request_id, instance_id, infer_type, gateway_id, num_tokens, counters, now_s, num_hit_tokens)
-        self._states[gateway_id, request_id, infer_type] = state
-        self.in_flight.add(instance_id, counters)
+        state = _Reported(gateway_id, request_id, instance_id, infer_type, counters, num_tokens, now_s, num_hit_tokens)
+        self._add(state)
         return state
 
     def _count(self, state: _Reported) -> None:
@@ -222,7 +186,3 @@ class RealtimeState:
         if counters != state.counters:
             self.in_flight.add(state.instance_id, counters.minus(state.counters))
             state.counters = counters
-
-    def _drop(self, state: _Reported) -> None:
-        del self._states[state.gateway_id, state.request_id, state.infer_type]
-        self.in_flight.subtract(state.instance_id, state.counters)

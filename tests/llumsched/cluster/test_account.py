@@ -107,7 +107,7 @@ class Engines(RuleBasedStateMachine):
         self.account.expire()
         assert not self.account.in_flight.counters
         assert not len(self.account)
-        assert not self.account._of_request
+        assert not self.account._entries
         assert not self.account._by_age
 
 

@@ -6,24 +6,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
-from urllib.parse import quote, urlencode
 
 from llumlet.process import kinds
 from llumlet.process.addresses import Address, is_loopback
 from llumlet.process.credentials import Credentials
-from llumlet.process.kinds import SWITCH, Kind
+from llumlet.process.kinds import SWITCH
 from llumlet.process.setting_sources import Reading
 from llumlet.process.settings import Group, field_of
 from llumlet.protocol.infer_type import InferType
 from llumsched import descriptors
 from llumsched.cluster.domains import FailoverDomain
-from llumsched.cms.store import LISTEN, name_of, store_faults
+from llumsched.cms.store import name_of, store_faults
 from llumsched.console.exit_codes import ExitCode
 from llumsched.endpoints import Endpoint
 from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
@@ -57,12 +55,6 @@ DESCRIPTION = """Choose an instance for each request of the gateways.
 A switch is written --name, --name=true or --name=false. docs/reference/policies.md explains the policies."""
 
 _log = logging.getLogger("llumnix.scheduler")
-_WITH_REDIS_HOST: Final = (
-    "--cms-redis-port",
-    "--cms-redis-username",
-    "--cms-redis-password",
-    "--cms-redis-password-file",
-)
 _OF_CACHES: Final = ("--cache-index-blocks", "--cache-sent-blocks")
 _CONSTANTS: Final = (
     "ttft_slo",
@@ -74,7 +66,6 @@ _CONSTANTS: Final = (
 """Settings that override a policy's constants of the same names."""
 _dispatch = Group("dispatch", prefix="--dispatch-")
 _objectives = Group("objectives")
-_cms = Group("CMS", mode=Mode.FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,67 +178,12 @@ class Dispatch:
         return load_policy(self.policy, self.mode, overrides)
 
 
-def _host(value: str) -> str:
-    host = value.removeprefix("[").removesuffix("]")
-    if not re.fullmatch(r"[\w.:-]+", host):
-        raise ValueError(f"{value!r} is not a host")
-    return host
-
-
-@dataclass(frozen=True, slots=True)
-class CmsSettings:
-    """Several ways to name one store."""
-
-    cms: str = _cms.setting(
-        "",
-        kinds.text("URL"),
-        "store of the instances: listen://HOST:PORT serves one here; redis://… and "
-        "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE use a Redis; HOST:PORT uses that of another process (default "
-        f"{process.CMS})",
-        common=True,
-    )
-    cms_listen: str = _cms.setting("", kinds.text("HOST:PORT"), "short form of --cms listen://HOST:PORT")
-    cms_redis_host: str = _cms.setting(
-        "", Kind(_host, "HOST"), "host of a Redis; with --cms-redis-port, the same as --cms redis://…"
-    )
-    cms_redis_port: int = _cms.setting(6379, kinds.port(1), "port of the Redis of --cms-redis-host")
-    cms_redis_username: str = _cms.setting(
-        "", kinds.text("NAME"), "user at the Redis of --cms-redis-host; empty names none"
-    )
-    cms_redis_password: str = _cms.setting(
-        "",
-        kinds.text("TEXT"),
-        "password at the Redis of --cms-redis-host, visible to all users of this machine; prefer "
-        "--cms-redis-password-file",
-        secret=True,
-    )
-    cms_redis_password_file: str = _cms.setting(
-        "", kinds.text("FILE"), "file with the password at the Redis of --cms-redis-host, not readable by others"
-    )
-
-    @property
-    def urls(self) -> dict[str, str]:
-        """URLs of stores, by the flag that names one."""
-        found = {"--cms": self.cms, "--cms-listen": self.cms_listen and LISTEN + self.cms_listen}
-        found["--cms-redis-host"] = self.cms_redis_host and self._redis_url()
-        return {flag: url for flag, url in found.items() if url}
-
-    def _redis_url(self) -> str:
-        address = Address(self.cms_redis_host, self.cms_redis_port)
-        user, password = (quote(each, safe="") for each in (self.cms_redis_username, self.cms_redis_password))
-        url = f"redis://{user}:{password}@{address}" if user or password else f"redis://{address}"
-        path = self.cms_redis_password_file
-        return f"{url}?{urlencode({'password_file': path})}" if path else url
-
-
-SETTINGS: Final = (process.SchedulerConfig, CmsSettings, Dispatch, rescheduling.Switches, ReschedulingConfig,
-                   ScalingConfig)  # fmt: skip
+SETTINGS: Final = (process.SchedulerConfig, Dispatch, rescheduling.Switches, ReschedulingConfig, ScalingConfig)
 
 
 def prepare(reading: Reading) -> process.SchedulerConfig | None:
-    dispatch, cms = reading.make_with_defaults(Dispatch), reading.make(CmsSettings)
+    dispatch = reading.make_with_defaults(Dispatch)
     reading.faults += reading.of_other_modes(dispatch.mode)
-    reading.check(_cms_faults, cms, reading.given)
     switches, config = rescheduling.prepare(reading)
     scaling = reading.make_with_defaults(ScalingConfig)
     reading.check(scaling_faults, scaling)
@@ -270,21 +206,16 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
         rescheduling=config if switches.in_scheduler else None,
         scaling=scaling,
     )
-    for check in (_host_faults, _tls_faults, _profile_faults):
+    for check in (_cms_faults, _host_faults, _tls_faults, _profile_faults):
         reading.check(check, made)
     reading.check(_endpoint_faults, made, dispatch)
     if policy is not None:
         reading.check(_cache_faults, made, reading.given)
-    return None if reading.faults else replace(made, cms=next(iter(cms.urls.values()), process.CMS))
+    return None if reading.faults else made
 
 
-def _cms_faults(cms: CmsSettings, given: Container[str]) -> Iterator[str]:
-    if "--cms-redis-host" not in given:
-        yield from (f"{flag} is of no use without --cms-redis-host" for flag in _WITH_REDIS_HOST if flag in given)
-    if len(cms.urls) > 1:
-        yield f"{' and '.join(cms.urls)}: one of them"
-    for flag, url in cms.urls.items():
-        yield from (f"{flag} {fault}" for fault in store_faults(url))
+def _cms_faults(config: process.SchedulerConfig) -> list[str]:
+    return [f"--cms {fault}" for fault in store_faults(config.cms)]
 
 
 def _rescheduling_faults(switches: rescheduling.Switches, dispatch: Dispatch) -> Iterator[str]:

@@ -26,6 +26,14 @@ ABSENT: Final = (
         "in `--llm-backend-endpoints`",
     ),
     Absent(("--scheduler-discovery",), "its only value is what the gateway's `--scheduler-endpoints` does"),
+    Absent(
+        ("--cms-redis-host", "--cms-redis-port", "--cms-redis-username"),
+        "parts of the URL, `--cms redis://USERNAME@HOST:PORT`",
+    ),
+    Absent(
+        ("--cms-redis-password",),
+        "an option of the URL, `--cms redis://HOST:PORT?password_file=FILE`, as all users of a host see command lines",
+    ),
     Absent(("--cms-redis-timeout",), "an option of the URL, `--cms redis://HOST:PORT?socket_timeout=1`"),
     Absent(
         ("--cms-redis-retry-times",),

@@ -62,6 +62,7 @@ CMS: Final = f"listen://{HOST}:{CMS_PORT}"
 
 _TIME: Final = kinds.seconds(above=0)
 _process = Group("process")
+_cms = Group("CMS", mode=Mode.FULL)
 _instances = Group("instances")
 _dispatch = Group("dispatch")
 
@@ -93,8 +94,13 @@ class SchedulerConfig:
     policy: Policy
     host: str = _process.setting(HOST, kinds.text("HOST"), "address to listen on", common=True)
     port: int = _process.setting(PORT, kinds.port(), "port to listen on; 0 picks a free port", common=True)
-    cms: str = CMS
-    """The store's URL in full mode: see `llumsched.cms.store.open_store`."""
+    cms: str = _cms.setting(
+        CMS,
+        kinds.text("URL"),
+        "store of the instances: listen://HOST:PORT serves one here; redis://… and "
+        "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE use a Redis; HOST:PORT uses that of another process",
+        common=True,
+    )
     service_token_file: str = _process.setting(
         "",
         kinds.file(read_tokens),

@@ -76,7 +76,7 @@ class ControlConfig:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether anything moves statuses on to now."""
+        """True if something moves statuses on to now."""
         reschedules_ahead = self.rescheduling is not None and self.rescheduling.forward_status
         return self.forward_status or reschedules_ahead or self.foresight_s is not None
 

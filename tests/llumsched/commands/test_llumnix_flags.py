@@ -105,7 +105,7 @@ def test_the_urls_that_are_named_do_what_is_said_of_them() -> None:
           "unknown argument '-v': left out, as the log has one level; it goes to stderr"]),
         ("gateway", ["--scheduler-endpoints=a:1", "--extra-args", "max-queue-size=9", "--cms-redis-host=h"],
          ["unknown argument '--extra-args': --config FILE, or variables such as `LLUMNIX_SCHEDULER_PORT`",
-          "unknown argument '--cms-redis-host': it is for `llumnix scheduler`"]),
+          "unknown argument '--cms-redis-host': parts of the URL, --cms redis://USERNAME@HOST:PORT"]),
         ("rescheduler", ["--cms=127.0.0.1:1", "--dispatch-top-k=2", "--max-queue-size", "9"],
          ["unknown argument '--dispatch-top-k': it is for `llumnix scheduler`",
           "unknown argument '--max-queue-size': it is for `llumnix gateway`"]),

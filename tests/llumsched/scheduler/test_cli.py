@@ -10,6 +10,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -55,16 +56,15 @@ def test_defaults() -> None:
 def test_flags() -> None:
     found = config(
         "--dispatch-neutral-load-metric=num_requests", "--dispatch-neutral-load-threshold=7", "--dispatch-top-k=2",
-        "--cms-redis-host=10.0.0.5", "--cms-redis-port=6380", "--cms-redis-password=p",
+        "--cms=redis://10.0.0.5:6380",
         "--colocated-rescheduling-mode", "--enable-rescheduling", "--failover-domain=node",
         "--enable-instance-status-local-account=false",
     )  # fmt: skip
-    assert found.cms == "redis://:p@10.0.0.5:6380"
+    assert found.cms == "redis://10.0.0.5:6380"
     assert found.policy.stages[InferType.NEUTRAL].metrics[0].name == "num_requests"
     assert found.rescheduling is not None
     assert str(found.rescheduling.failover_domain) == "node"
     assert not found.account
-    assert config("--cms-listen", "127.0.0.1:0").cms == "listen://127.0.0.1:0"
 
 
 TPOT = "--rescheduling-policies=neutral_load,neutral_tpot"
@@ -110,30 +110,17 @@ def test_an_objective_that_nobody_has_a_use_for(arguments: list[str], fault: str
     assert parsed(*arguments)[0] == [fault]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "url"),
-    [
-        (["--cms-redis-host=redis.roles"], "redis://redis.roles:6379"),
-        (["--cms-redis-host=::1", "--cms-redis-username=u"], "redis://u:@[::1]:6379"),
-        (["--cms-redis-host=h", "--cms-redis-username=a:b", "--cms-redis-password=p/w@?#%"],
-         "redis://a%3Ab:p%2Fw%40%3F%23%25@h:6379"),
-    ],
-)  # fmt: skip
-def test_redis_by_its_parts(arguments: list[str], url: str) -> None:
-    assert config(*arguments).cms == url
-
-
 def test_a_password_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "a word"
-    flags = ("--cms-redis-host=h", "--cms-redis-username=u", f"--cms-redis-password-file={file}")
-    assert parsed(*flags)[0] == [f"--cms-redis-host password_file {file}: No such file or directory"]
+    flag = f"--cms=redis://u@h?{urlencode({'password_file': file})}"
+    assert parsed(flag)[0] == [f"--cms password_file {file}: No such file or directory"]
     file.touch(0o644)
-    (fault,) = parsed(*flags)[0]
+    (fault,) = parsed(flag)[0]
     assert "everybody" in fault
     file.chmod(0o600)
-    url = RedisUrl.parse(config(*flags).cms)
+    url = RedisUrl.parse(config(flag).cms)
     assert (url.name, url.login) == ("redis://h:6379", Login("u", "", str(file)))
-    (fault,) = parsed(*flags, "--cms-redis-password=p")[0]
+    (fault,) = parsed(flag.replace("u@h", "u:p@h"))[0]
     assert "both password and password_file" in fault
 
 
@@ -228,7 +215,7 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
         (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1=decoder,b:2=decode,b:2,c"],
          ["--llm-backend-endpoints 'decoder' is not one of neutral, prefill, decode",
           "--llm-backend-endpoints b:2: both decode and neutral", "--llm-backend-endpoints 'c' is not HOST:PORT"]),
-        (["--cms=nowhere", "--cms-listen=127.0.0.1:1"], ["--cms and --cms-listen: one of them", "'nowhere' is not"]),
+        (["--cms=nowhere"], ["--cms 'nowhere' is not"]),
         (["--dispatch-decode-load-metric=lod", "--dispatch-decode-load-threshold=much"],
          ["metric 'lod' is unknown; known: ", "--dispatch-decode-load-threshold 'much' is not a number"]),
         (["--scheduling-policy=round-robin", "--dispatch-neutral-load-metric=num_requests"],
@@ -247,14 +234,6 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
           "lite.decode: has no load threshold to set to 5",
           "--request-local-account-staleness-seconds is of no use in lite mode",
           "--enable-instance-status-local-account is of no use in lite mode"]),
-        (["--cms-redis-port=abc", "--cms-redis-username=x", "--cms-redis-password=y", "--cms-redis-password-file=z"],
-         ["--cms-redis-port 'abc' is not a port", "--cms-redis-port is of no use without --cms-redis-host",
-          "--cms-redis-username is of no use without --cms-redis-host",
-          "--cms-redis-password is of no use without --cms-redis-host",
-          "--cms-redis-password-file is of no use without --cms-redis-host"]),
-        (["--cms-redis-host=h/../etc", "--cms-redis-port=70000"],
-         ["--cms-redis-host 'h/../etc' is not a host", "--cms-redis-port '70000' is not a port"]),
-        (["--cms-redis-host=10.0.0.5:6379"], ["--cms-redis-host the redis:// URL is not one"]),
         (["--cache-index-blocks=9"], ["--cache-index-blocks is of no use with the policy load-balance"]),
         (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1", "--cache-sent-blocks=9"],
          ["--cache-sent-blocks is of no use with the policy load-balance"]),

@@ -76,7 +76,7 @@ lint: install $(STAMPS)/lint ## ruff (lint and format), mypy, lines per package 
 	@$(PY) -m mypy
 	@$(PY) -m tests.support.budgets
 
-docs: install ## regenerate what is generated under docs/
+docs: install ## regenerate what is generated under docs/, and build the site: build/site
 	@$(PY) -m tests.support.patches docs/reference/patches.md
 	@$(PY) -m tests.support.diagram docs/understand/protocol.md
 	@$(PY) -m tests.support.portability docs/reference/portability.md
@@ -86,6 +86,7 @@ docs: install ## regenerate what is generated under docs/
 	@$(PY) -m tests.support.metrics docs/reference/metrics.md
 	@$(PY) -m tests.support.proto docs/reference/proto.md
 	@$(PY) -m tests.support.http docs/reference/http.md
+	@$(PY) -m tests.support.site build/site
 
 proto: install ## regenerate the gRPC code from llumlet/contract/proto/llumlet.proto
 	@$(PY) -m llumlet.contract.proto.generate

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The links of all pages lead somewhere: to a file of this repository, and to a heading of it."""
+"""The links of all pages lead to files of this repository and their headings, and the site can be built."""
 
 import os
 import re
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+from tests.support import site
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -49,3 +53,13 @@ def test_pages_named_in_the_code_exist() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             for page in named.findall(path.read_text()):
                 assert (ROOT / page).exists(), f"{path.relative_to(ROOT)}: {page}"
+
+
+@pytest.mark.parametrize(
+    ("link", "fails"), [("[here](try/when.md#when-a-move-pays)", False), ("[gone](try/gone.md)", True)]
+)
+def test_site_builds_without_a_warning(link: str, fails: bool, tmp_path: Path) -> None:
+    text = (ROOT / "docs/index.md").read_text()
+    with pytest.raises(subprocess.CalledProcessError) if fails else nullcontext():
+        site.build(tmp_path / "site", {"index.md": f"{text}\n{link}\n"})
+    assert (tmp_path / "site/understand/theory.html").exists() is not fails

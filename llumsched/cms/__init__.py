@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster metadata store (CMS): who is in the cluster, and how loaded.
+"""The cluster metadata store (CMS): the instances of a cluster and their load.
 
-`view` is what everybody reads. It is fed by one of the stores: `embedded`, which instances report to over gRPC,
-`redis`, or `watch`, the embedded one of another process.
+All readers use a `view`. A store feeds it: `embedded`, to which instances report over gRPC, `redis`, or `watch`, the
+embedded store of another process.
 """

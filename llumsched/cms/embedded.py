@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CMS inside a scheduler process: instances report to it over gRPC, and others may watch what it knows.
+"""The CMS inside a scheduler process: instances report to it over gRPC, and others may watch it.
 
-An instance has one stream, which ends a former one of the same life. It is read no faster than its allowance: one that
-floods fills the windows of its own connection, and waits. Loopback only, unless there are complete credentials, as for
-a llumlet.
+An instance has one stream; a new one of the same life ends the old one. It is read no faster than its allowance, so
+that a flooding instance blocks its own connection. Loopback only, unless there are complete credentials.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Context = aio.ServicerContext[Any, Any]
 
 MAX_WATCHERS: Final = 64
 FIRST_REPORT_S: Final = 5.0
-"""Time from the begin of a stream to its metadata."""
+"""Longest time from a stream's begin to its metadata."""
 _STOP_S: Final = 0.2
 MOST_STATUSES_PER_S: Final = 2000.0
 """Statuses of all instances together, and what watchers are told of them: a quarter of a core."""
@@ -50,7 +49,7 @@ _OPTIONS = [
 
 
 class EmbeddedStore:
-    """Listens at `host:port` from `start` on; port 0 takes a free one. `address` is the one that it got.
+    """Listens at `host:port` after `start`; port 0 picks a free one, which `address` tells.
 
     Raises ValueError for a host that is not loopback unless the credentials are complete or `insecure`.
     """
@@ -103,7 +102,7 @@ class _Servicer(CmsServicer):
         self._streams: dict[tuple[str, str], asyncio.Task[Any]] = {}
         self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._refused: dict[tuple[str, str], str] = {}
-        """What was wrong with the reports of a life of an instance, or of a host that named none: said once."""
+        """Faults that were logged once, by an instance's life, or by a host that sent no id."""
         self._watchers = 0
         self._peers = PeerLists(view)
 
@@ -126,7 +125,7 @@ class _Servicer(CmsServicer):
             await context.abort(grpc.StatusCode.ABORTED, "the instance has begun another stream")
 
     def _refuse(self, who: tuple[str, str], why: str) -> None:
-        """Logs a refusal once: a reporter comes back as long as its instance lives."""
+        """Logs a refusal once, as a reporter retries while its instance lives."""
         if self._refused.get(who) != why and len(self._refused) < MAX_INSTANCES:
             self._refused[who] = why
             logger.warning("A report of %r is refused: %s", who[0], why)

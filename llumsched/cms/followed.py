@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in another process: it is followed, and while it is away the view stays, grows old, and is tried anew."""
+"""A store in another process. While it is unreachable the view stays, ages, and the connection is retried."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST_RETRY_S: Final = 2.0
 
 
 class FollowedStore(ABC):
-    """Implements `store.Store`. `name`: of the source, for people."""
+    """Implements `store.Store`. `name` of the source, for logs."""
 
     def __init__(self, name: str) -> None:
         self.view = View()
@@ -34,7 +34,7 @@ class FollowedStore(ABC):
 
     @abstractmethod
     async def _follow(self) -> None:
-        """Connects, says `_reached`, and feeds the view until the source is lost. Raises LinkLost then."""
+        """Connects, calls `_reached`, and feeds the view until the source is lost. Raises LinkLost then."""
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._keep_following(), name=f"follow {self._name}")
@@ -61,7 +61,7 @@ class FollowedStore(ABC):
         logger.info("Following the CMS at %s", self._name)
 
     def _lost(self, why: str, fault: Exception | None = None) -> None:
-        """Notes the loss. `fault`: an error of this process, not of the connection."""
+        """Notes the loss. `fault`: an error of this process rather than of the connection."""
         first = self.view.connected or self.problem != why
         self.view.connected, self.problem = False, why
         level = logging.WARNING if first else logging.DEBUG

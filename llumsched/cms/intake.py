@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is believed of the reports of instances, and when silence means that one is gone.
+"""Checks the reports of instances, and removes silent instances.
 
-A life of an instance is named by its incarnation. One that has been replaced or has said good-bye is over: what still
-comes of it changes nothing. A life that only fell silent may come back.
+An incarnation identifies a life of an instance. A life that was replaced or has signed off is over: its later reports
+change nothing. A life that only fell silent may return.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ SWEEP_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds without a word after which an instance is taken out of the view."""
+    """Seconds of silence after which an instance leaves the view."""
 
     silent_s: float = 10.0
-    """Silence while the connection stands. Ten keep-alives: a process that starves comes back in time."""
+    """Silence on a standing connection: ten keep-alives, so that a starved process survives."""
     cut_s: float = 3.0
-    """Time after a connection broke (a process that was killed) for a new one. Two attempts of a reporter."""
+    """Time to reconnect after a connection broke: two attempts of a reporter."""
 
 
 PATIENCE: Final = Patience()
 
 
 class ReportRefused(Exception):
-    """A report that is not taken. `hopeless`: neither is the next one of its sender."""
+    """A report that is refused. `hopeless`: the sender's next one would be too."""
 
     def __init__(self, text: str, *, hopeless: bool = False) -> None:
         super().__init__(text)
@@ -50,7 +50,7 @@ class ReportRefused(Exception):
 
 
 class Intake:
-    """Writes `view`, on its event loop."""
+    """Writes `view` on its event loop."""
 
     def __init__(self, view: View, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
         self._view = view
@@ -58,11 +58,11 @@ class Intake:
         self._clock = clock
         self._over: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._deadlines: dict[str, float] = {}
-        """Times by this clock at which instances are gone unless they are heard."""
+        """Times by which instances must be heard again."""
         self._swept_s = clock()
 
     def metadata(self, metadata: InstanceMetadata) -> None:
-        """Takes metadata. Raises ReportRefused."""
+        """Raises ReportRefused."""
         faults = metadata_faults(metadata)
         if faults:
             raise ReportRefused("; ".join(faults))
@@ -87,7 +87,7 @@ class Intake:
         self.heard(metadata.instance_id)
 
     def status(self, status: InstanceStatus, instance_id: str, incarnation: str) -> bool:
-        """Takes a status; False for one that is late, or of an instance that is not there. Raises ReportRefused."""
+        """Takes a status; False if it is late or its instance is unknown. Raises ReportRefused."""
         numbers = numbers_of(status)
         faults = status_faults(status, instance_id, incarnation, numbers)
         if faults:
@@ -101,19 +101,19 @@ class Intake:
         self._deadlines[instance_id] = self._clock() + self._patience.silent_s
 
     def cut(self, instance_id: str, incarnation: str) -> None:
-        """Notes that the connection to this life broke."""
+        """Notes that the connection of this life broke."""
         if self.lives(instance_id, incarnation):
             soon = self._clock() + self._patience.cut_s
             self._deadlines[instance_id] = min(self._deadlines.get(instance_id, soon), soon)
 
     def left(self, instance_id: str, incarnation: str) -> None:
-        """Notes that this life is over, by its own word."""
+        """Notes that this life has signed off."""
         self._bury(instance_id, incarnation)
         if self.lives(instance_id, incarnation) or instance_id in self._view.lost:
             self.remove(instance_id)
 
     def remove(self, instance_id: str) -> None:
-        """Takes an instance out that is gone; the same life may come back."""
+        """Removes a lost instance, whose life may return."""
         self._deadlines.pop(instance_id, None)
         if instance_id in self._view:
             logger.info("Instance %s has left", instance_id)
@@ -124,7 +124,7 @@ class Intake:
         return known is not None and known.metadata.incarnation == incarnation
 
     async def keep_sweeping(self) -> None:
-        """Sweeps while instances can be heard. The time since the last sweep is not held against them."""
+        """Sweeps periodically. Time in which this process stood still does not count as silence."""
         self._forgive(self._clock() - self._swept_s)
         self._swept_s = self._clock()
         while True:
@@ -132,7 +132,7 @@ class Intake:
             self.sweep()
 
     def sweep(self) -> None:
-        """Take out who fell silent. A sweep that comes late says that this process was held up, and heard nobody."""
+        """Removes silent instances. A late sweep shows that this process was held up and heard nobody."""
         now = self._clock()
         late_s = now - self._swept_s - SWEEP_S
         self._swept_s = now
@@ -154,7 +154,7 @@ class Intake:
 
 
 def _shared(earlier: InstanceMetadata, later: InstanceMetadata) -> str:
-    """Why an instance is refused whose id another one has, too, which was started later."""
+    """The reason for refusing an instance whose id a later one has too."""
     first, second = (Address(one.ip, one.api_server_port) for one in (earlier, later))
     return (
         f"{first} and {second} both report as {later.instance_id!r}; if both "

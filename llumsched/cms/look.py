@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One look at the cluster, for commands."""
+"""A short look at the cluster, for commands."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LOOK_S: Final = 5.0
 
 
 class CmsUnreachable(LlumletUnreachable):
-    """The CMS does not answer, or knows no such instance."""
+    """Raised if the CMS does not answer, or does not know an instance."""
 
 
 @asynccontextmanager
 async def look(url: str, credentials: Credentials = NONE) -> AsyncIterator[View]:
-    """A view of everything that the CMS knows, kept up to date inside `async with`. Raises CmsUnreachable, and
-    ValueError for a URL that is none."""
+    """A view of all that the CMS knows, kept current inside `async with`. Raises CmsUnreachable, and ValueError for an
+    invalid URL."""
     store = open_store(url, credentials)
     await store.start()
     try:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers for API servers that want to know who could take their requests.
+"""Lists of peers for API servers, to which their requests could go.
 
-A thousand of them ask every few seconds, so the instances are gone through once a second at most, for all of them; an
-answer is then cut out of a list. It holds some of the freest, and some by chance: were everybody told of the same, an
-engine's end would send all its requests to these.
+A thousand API servers ask every few seconds, so the instances are ranked at most once a second. An answer holds some of
+the freest and some random ones; with equal answers one engine's end would send all its requests to the same peers.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from llumsched.cluster.view import View
 
 PREPARED_S: Final = 1.0
 MAX_OWN_IDS: Final = 1024
-"""Ids that a question may hold: ranks of one API server."""
+"""Largest number of ids in a question: ranks of one API server."""
 _ANY: Final = ""
 
 
 class PeerLists:
-    """Lists of peers, made from a view on its event loop."""
+    """Makes lists of peers from a view, on its event loop."""
 
     def __init__(
         self, view: View, clock: Callable[[], float] = time.monotonic, draw: random.Random | None = None

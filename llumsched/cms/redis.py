@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis that instances report to, for several schedulers. Its layout is that of `llumlet.contract.cms.redis_layout`.
+"""A Redis that instances report to, for several schedulers, in the layout of `llumlet.contract.cms.redis_layout`.
 
-First everything is read (SCAN, MGET), then what the channel names: a write is seen when it is published, not when a
-poll comes by. After a lost connection the same begins anew. `RESCAN_S` after the last, a scan finds what has expired
-without a word, and heals what was missed. While Redis is away nobody falls silent: the view stays, and grows old.
+First everything is read (SCAN, MGET), then the instances named by the channel, so that a write is seen when it is
+published. A lost connection begins anew. Every `RESCAN_S` a scan finds expired records and heals misses. While Redis is
+unreachable no instance counts as silent: the view stays and ages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 RESCAN_S: Final = 5.0
 BEAT_S: Final = 1.0
-"""Time between two signs of life that are asked of a quiet server."""
+"""Time between two pings of a quiet server."""
 _MGET: Final = 500
-"""Instances that one command reads."""
+"""Instances per MGET."""
 _READ_EVERY_S: Final = 0.005
-"""Least time between two reads."""
+"""Shortest time between two reads."""
 
 
 class RedisStore(FollowedStore):
@@ -49,9 +49,9 @@ class RedisStore(FollowedStore):
         self._changed: dict[str, None] = {}
         self._news = asyncio.Event()
         self._metadata: dict[str, bytes] = {}
-        """Metadata of the instances in the view, as it was read last: most reads find the same."""
+        """Metadata as last read, since most reads find the same."""
         self._refused: dict[str, str] = {}
-        """What was wrong with an instance's records, said once."""
+        """Faults of an instance's records that were logged once."""
 
     async def _follow(self) -> None:
         try:
@@ -61,7 +61,7 @@ class RedisStore(FollowedStore):
             raise LinkLost(reason_of(error)) from error
 
     async def _follow_by(self, client: Any) -> None:
-        """Follows what is published until the connection is lost."""
+        """Follows the channel until the connection is lost."""
         async with client.pubsub(ignore_subscribe_messages=True) as channel:
             # A Redis Cluster refuses keys of several slots, also while nobody has written any.
             await client.mget(list(self._prefixes))
@@ -81,7 +81,7 @@ class RedisStore(FollowedStore):
                 await end(listener, watcher, sweeper)
 
     async def _listen(self, channel: Any) -> None:
-        """Collects the ids that are published: what is read is the newest, however often an id came."""
+        """Collects published ids; the newest record is read however often an id came."""
         async for message in channel.listen():
             instance_id = _id(message["data"])
             if instance_id is not None and len(self._changed) < MAX_INSTANCES:
@@ -90,7 +90,7 @@ class RedisStore(FollowedStore):
         raise ConnectionError("the subscription has ended")
 
     async def _keep_reading(self, client: Any, *ending: asyncio.Task[None]) -> None:
-        """Reads what has changed until one of the tasks raises why not."""
+        """Reads changes until one of the tasks raises."""
         scanned_s = heard_s = time.monotonic()
         while not any(task.done() for task in ending):
             with contextlib.suppress(TimeoutError):
@@ -167,7 +167,7 @@ class RedisStore(FollowedStore):
 
 
 async def _stay_with_master(client: Any) -> None:
-    """Raises when the Sentinels give the master up: it may go on answering, and nobody refuses a reader."""
+    """Raises when the Sentinels replace the master, which may still answer readers."""
     while True:
         await asyncio.sleep(RESCAN_S)
         if await follow_master(client):
@@ -175,7 +175,7 @@ async def _stay_with_master(client: Any) -> None:
 
 
 def _id(raw: bytes) -> str | None:
-    """An instance's id; None for what is none: anybody may publish, and write keys."""
+    """An instance's id; None for an invalid one, as anybody may publish and write keys."""
     try:
         text = raw.decode()
     except UnicodeDecodeError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store from which a process of the scheduler side learns what the cluster is: one interface, three sources.
+"""The source of a scheduler process's knowledge of the cluster: one interface, three kinds.
 
 listen://HOST:PORT    this process is the CMS: instances report to it (`embedded.py`)
 redis://HOST:PORT     a Redis to which instances report (`redis.py`), also behind Sentinels (`process.redis_url`)
@@ -20,26 +20,26 @@ LISTEN: Final = "listen://"
 
 
 class Store(Protocol):
-    """Writes `view`, on the event loop that called `start`."""
+    """Writes `view` on the event loop that called `start`."""
 
     view: View
     problem: str
-    """Why the source cannot be reached; empty while `view.connected`."""
+    """The reason why the source cannot be reached; "" while `view.connected`."""
     complete: asyncio.Event
     """Set when everything that the source knew has been read once."""
 
     async def start(self) -> None:
-        """Begin to feed the view. A source that cannot be reached is no error: it is tried until it can
-        (`View.connected`). Raises OSError if a port to listen at cannot be had."""
+        """Begins to feed the view. An unreachable source is no error: it is retried (`View.connected`). Raises OSError
+        if a port to listen on is not available."""
         ...
 
     async def close(self) -> None:
-        """Stop. The view stays as it is."""
+        """Stops. The view stays as it is."""
         ...
 
 
 def store_faults(url: str) -> list[str]:
-    """What is wrong with a URL of the forms above, a sentence each."""
+    """Faults of a URL of the forms above, a sentence each."""
     try:
         if url.startswith(REDIS_SCHEMES):
             # Only who uses Redis needs its client.
@@ -56,16 +56,15 @@ def store_faults(url: str) -> list[str]:
 
 
 def name_of(url: str) -> str:
-    """The store's name for people: without a password."""
+    """The store's name without a password."""
     return redis_name(url) if url.startswith(REDIS_SCHEMES) else url
 
 
 def open_store(url: str, credentials: Credentials = NONE, *, insecure: bool = False, silent_s: float = 0.0) -> Store:
-    """The store of `url`, not yet started. `insecure`: listen beyond loopback without complete credentials. `silent_s`:
-    silence after which an instance is gone, unless another process keeps the view; never less than usual, as an idle
-    instance says something once a second only.
+    """Opens the store of `url` without starting it. `insecure`: listen beyond loopback without complete credentials.
+    `silent_s`: silence after which an instance is gone, if this process keeps the view; at least the default.
 
-    Raises ValueError for a URL that is none of the forms above, and for a host that must not be listened at.
+    Raises ValueError for an invalid URL, or a host that must not be listened on.
     """
     faults = store_faults(url)
     if faults:
@@ -88,7 +87,7 @@ def open_store(url: str, credentials: Credentials = NONE, *, insecure: bool = Fa
 
 
 def _listen_address(url: str) -> tuple[str, int]:
-    """Host and port; port 0 takes a free one."""
+    """Host and port; port 0 picks a free one."""
     text = url.removeprefix(LISTEN)
     if text.endswith(":0"):
         return Address.parse(text[:-1] + "1").host, 0

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with the reports of an instance by themselves. Each function returns every fault, a sentence each.
+"""Faults of an instance's reports by themselves. Each function returns all faults, a sentence each.
 
-They are called for every message, so what is usual is found out with a few calls into C, and only a message that has
-a fault is looked at field by field.
+They run for every message, so a few calls into C check it as a whole, and only a faulty one is checked field by field.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers.status import number_faults, numbers_of
 
 MAX_ID_CHARACTERS: Final = 256
-"""Limit of an id of an instance or a life: they are keys, labels of metrics, and logged."""
+"""Longest id of an instance or a life: ids are keys, labels of metrics, and logged."""
 MAX_TEXT_CHARACTERS: Final = 4096
 MAX_LIST: Final = 4096
-"""Limit of the requests in each list of an instance, and of the names that it serves."""
+"""Largest number of requests in a list, and of served names."""
 MAX_REPORT_BYTES: Final = 2 << 20
 
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
@@ -34,7 +33,7 @@ _METADATA_NUMBERS = [
     for field in InstanceMetadata.DESCRIPTOR.fields
     if field.cpp_type in (*_FLOATS, *_INTEGERS) and not field.is_repeated and field.name != "kvt_port"
 ]
-"""Fields that hold a number which must be finite and not below 0."""
+"""Fields whose number must be finite and not negative."""
 _numbers_of_metadata = attrgetter(*_METADATA_NUMBERS)
 
 
@@ -68,7 +67,7 @@ def metadata_faults(metadata: InstanceMetadata) -> list[str]:
 def status_faults(
     status: InstanceStatus, instance_id: str, incarnation: str, numbers: Sequence[float] | None = None
 ) -> list[str]:
-    """Faults of a status that came as one of this instance's life. `numbers`: the status's, if they have been read."""
+    """Faults of a status from this life of an instance. `numbers`: the status's, if they have been read."""
     faults = []
     if status.instance_id != instance_id:
         faults.append(f"instance_id {status.instance_id[:MAX_ID_CHARACTERS]!r} is not that of the metadata")

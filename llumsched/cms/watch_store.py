@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded CMS of another scheduler process, watched: for commands, and for schedulers beside the first.
+"""Watches the embedded CMS of another scheduler, for commands and further schedulers.
 
-Who falls silent is found out at the other end; here an instance leaves when that end says so. A lost connection is
-made anew; what is told at its begin replaces what was known.
+The other end finds silent instances and announces those that leave. A lost connection is made anew; its first messages
+replace the former state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SILENCE_S: Final = 5.0
 
 
 class WatchStore(FollowedStore):
-    """A CMS that is watched."""
+    """A watched CMS."""
 
     def __init__(self, address: Address, credentials: Credentials = NONE) -> None:
         super().__init__(str(address))
@@ -57,7 +57,7 @@ class WatchStore(FollowedStore):
                 missing = self._apply(change, missing)
 
     def _apply(self, change: ViewChange, missing: set[str] | None) -> set[str] | None:
-        """Applies a change. `missing`: who was known and has not been told of here yet; None after the first part."""
+        """Applies a change. `missing`: known instances that have not been repeated yet; None after the first part."""
         match change.WhichOneof("change"):
             case "instance":
                 state = change.instance

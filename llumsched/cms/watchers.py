@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one watcher of an embedded CMS has not been told yet: of each instance only the newest."""
+"""The backlog of one watcher of an embedded CMS: the newest state of each instance."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from llumsched.cluster.view import View
 from llumsched.cms.intake import MAX_INSTANCES
 
 BEAT_S: Final = 1.0
-"""Time after which a watcher that is told nothing is told so: `complete` again."""
+"""Time without news after which a watcher gets `complete` again."""
 _MAX_PENDING: Final = 2 * MAX_INSTANCES
 
 
 class ViewWatcher:
-    """An `Observer` from `async with` on. Holds at most an entry for each id that is known or has left."""
+    """An `Observer` inside `async with`. Holds at most an entry per id that is known or has left."""
 
     def __init__(self, view: View) -> None:
         self._view = view
         self._pending: dict[str, None] = {}
-        """Ids in the order of their first change since they were told."""
+        """Ids in the order of their first unsent change."""
         self._complete_due = True
         self._news = asyncio.Event()
         self._stop: Callable[[], None] = lambda: None
@@ -46,7 +46,7 @@ class ViewWatcher:
         self._note(instance)
 
     async def next(self) -> ViewChange:
-        """The next thing to be told. Raises OverflowError for a watcher that is hopelessly behind."""
+        """The next change. Raises OverflowError for a watcher that is hopelessly behind."""
         if not self._pending and not self._complete_due:
             self._news.clear()
             try:

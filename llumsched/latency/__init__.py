@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps of an engine take, learnt from steps that were measured."""
+"""A model of an engine's step times, learnt from measured steps."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five numbers of a step model from steps that were measured.
+"""Fits the five numbers of a step model to measured steps.
 
-    seconds ~ a + b · prefill tokens + c · Σ pairs + d · decodes + e · Σ decode KV
+seconds ~ a + b · prefill tokens + c · Σ pairs + d · decodes + e · Σ decode KV
 
 A chunk of p prompt tokens that begins at position s has p · s + p · (p + 1) / 2 pairs of a query and a key. A request
-of which one token is computed is a decode; its decode KV is all its tokens, that one included.
+with one computed token is a decode; its decode KV is all its tokens, including that one.
 
-Least squares of the *relative* error, so that a decode of 20 ms counts as much as a prefill of a second, under the
-condition that no number is negative. With five numbers that is exact and short: the best solution is the plain least
-squares of those that are not zero, and there are only 16 choices of these (a is always one).
+The fit minimises the squared *relative* error, so that a decode of 20 ms counts as much as a prefill of a second, with
+no negative numbers. It is exact: the best solution is the plain least squares of its nonzero numbers, and there are
+only 16 choices of these (a is always one).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from llumlet.contract.types import StepSample
 
 FEWEST_STEPS: Final = 50
 FEWEST_OF_A_KIND: Final = 10
-"""Steps that compute something of what a number stands for: prefills, decodes."""
+"""Fewest steps with prefills, and with decodes, that determine their numbers."""
 _MOST_ALIKE: Final = 1e4
-"""Condition number of the table of steps, each column scaled to length 1. Above it two numbers cannot be told apart."""
+"""Largest condition number of the table of steps, with columns scaled to length 1. Above it two numbers cannot be told
+apart."""
 _TERMS: Final = {
     "b": "prefill tokens",
     "c": "pairs of query and key",
@@ -38,8 +39,8 @@ Array = npt.NDArray[np.float64]
 
 
 class MeasuredStep(NamedTuple):
-    """`seconds`: from its beginning to that of the next one, where the engine did not idle between them: what vLLM's
-    scheduler and the engine's loop need is in it."""
+    """`seconds`: from the step's beginning to the next one's, unless the engine idled between them, so that vLLM's
+    scheduler and the engine's loop are included."""
 
     prefill_tokens: int
     pairs: int
@@ -49,7 +50,7 @@ class MeasuredStep(NamedTuple):
 
     @classmethod
     def of(cls, sample: StepSample) -> MeasuredStep:
-        """The step that an engine tells of."""
+        """The step that an engine reports."""
         return cls(sample.prefill_tokens, sample.pairs, sample.num_decodes, sample.decode_kv, sample.seconds)
 
 
@@ -59,7 +60,7 @@ def pairs(start: int, num_tokens: int) -> int:
 
 
 class Coefficients(NamedTuple):
-    """Seconds, and seconds a unit."""
+    """Seconds, and seconds per unit."""
 
     a: float
     b: float
@@ -68,13 +69,13 @@ class Coefficients(NamedTuple):
     e: float
 
     def errors(self, steps: Sequence[MeasuredStep]) -> list[float]:
-        """The model's error for each step, relative to what was measured; above 0 the model is too slow."""
+        """The model's relative error for each step; above 0 the model is too slow."""
         counts, seconds = _table(steps)
         return [float(error) for error in counts @ np.asarray(self) / seconds - 1]
 
 
 def fit(steps: Sequence[MeasuredStep]) -> Coefficients:
-    """Raises ValueError, with what is missing, where the steps do not determine all five numbers."""
+    """Raises ValueError that names what is missing if the steps do not determine all five numbers."""
     if len(steps) < FEWEST_STEPS:
         raise ValueError(f"{len(steps)} steps are too few for five numbers: at least {FEWEST_STEPS}")
     counts, seconds = _table(steps)
@@ -93,15 +94,14 @@ def fit(steps: Sequence[MeasuredStep]) -> Coefficients:
 
 
 def _table(steps: Sequence[MeasuredStep]) -> tuple[Array, Array]:
-    """A row for each step: 1 and its four counts; and the seconds that it took."""
+    """A row of 1 and four counts for each step; and the measured seconds."""
     rows = np.asarray(steps, dtype=np.float64).reshape(-1, 5)
     return np.hstack([np.ones((len(rows), 1)), rows[:, :4]]), rows[:, 4]
 
 
 def not_negative(squares: Array, sums: Array) -> Array:
-    """x that brings `table @ x` as near to `wanted` as can be, the first of its numbers above 0, none below.
-    `squares`: `table.T @ table`, to which something may have been added to make it regular; `sums`: `table.T @ wanted`.
-    Columns of the table are about as long as each other."""
+    """The least-squares solution x of `table @ x = wanted` with x[0] above 0 and no negative number. `squares`:
+    `table.T @ table`, possibly regularised; `sums`: `table.T @ wanted`. The table's columns have similar lengths."""
     number = len(sums)
     best, least = np.zeros(number), np.inf
     for size in range(number):

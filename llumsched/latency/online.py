@@ -39,32 +39,32 @@ _RIDGE: Final = 1e-4
 _LEAST_S: Final = 1e-6
 _MOST_S: Final = 1e4
 _MOST_COUNTED: Final = 1 << 50
-"""Bounds of what is believed: instances tell of it."""
+"""Bounds of believable counts, since instances report them."""
 _ROUNDS: Final = 3
-"""The first expects what was measured; each further one what the one before found."""
+"""Rounds of the fit: the first expects the measured times; each further one expects the previous model's."""
 _Kind = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class LearntModel:
-    """What was learnt."""
+    """A learnt step model."""
 
     coefficients: Coefficients
     num_steps: int
-    """Steps that it was learnt from; 0: all that it has is the prior."""
+    """Number of steps that it was learnt from; 0: it is only the prior."""
     error: float
-    """Median of the size of the relative error, over the steps that it was learnt from."""
+    """Median of the absolute relative error over those steps."""
     covariance: Array
-    """Of the coefficients, (5, 5), in squares of their units: how far they can be off, for want of steps."""
+    """Covariance of the coefficients, (5, 5): their uncertainty for want of steps."""
     is_known: npt.NDArray[np.bool_]
-    """Of each coefficient, whether it was ever measured; it is 0 otherwise."""
+    """True for each coefficient that was ever measured; the others are 0."""
 
     def seconds(self, prefill_tokens: float, pairs: float, num_decodes: float, decode_kv: float) -> float:
         return float(np.asarray(self.coefficients) @ (1.0, prefill_tokens, pairs, num_decodes, decode_kv))
 
     def deviation(self, prefill_tokens: float, pairs: float, num_decodes: float, decode_kv: float) -> float:
-        """Standard deviation of `seconds` for such a step, relative to it: small where steps like it were seen, and
-        growing with the distance from them. Infinite if it has what was never seen."""
+        """Relative standard deviation of `seconds` for such a step: small near known steps, growing with the distance
+        from them, infinite for a kind that was never seen."""
         counts = np.array((1.0, prefill_tokens, pairs, num_decodes, decode_kv))
         if counts[~self.is_known].any():
             return math.inf
@@ -73,32 +73,32 @@ class LearntModel:
 
 
 def learn(steps: Sequence[MeasuredStep]) -> LearntModel:
-    """The model of these steps, all of them. Raises ValueError for too few."""
+    """Learns a model of all these steps. Raises ValueError if they are too few."""
     if len(steps) < FEWEST_STEPS:
         raise ValueError(f"{len(steps)} steps are too few, {FEWEST_STEPS} at least")
     return _fitted(np.asarray(steps, dtype=np.float64), None, 0.0)
 
 
 class OnlineFit:
-    """Steps of engines of one kind, and the model of them. Adding one costs microseconds, `refit` half a millisecond
-    with all kinds of steps there are."""
+    """Steps of engines of one kind, and their model. Adding a step costs microseconds, `refit` half a millisecond at
+    most."""
 
     def __init__(self, prior: Coefficients | None = None, prior_steps: float = 20.0) -> None:
-        """`prior`: what a profile says; it weighs as much as so many steps in each of its numbers."""
+        """`prior`: a profile, which weighs as much as `prior_steps` steps in each number."""
         self.model: LearntModel | None = None
         """None until there are enough steps, or a prior."""
         self.num_unseen = 0
-        """Steps that the model does not know yet."""
+        """Steps that the model does not include yet."""
         self.num_changes = 0
-        """How often older steps were given up, because the engine was not what it had been."""
+        """Number of times that older steps were dropped because the engine had changed."""
         self.prior_off: float | None = None
-        """By how much of what was measured the prior was off, if it was given up for that; above 0 it was too slow."""
+        """Relative error of the prior, if it was dropped for that; above 0 it was too slow."""
         self._prior, self._prior_steps = prior, prior_steps
         self._rows: dict[_Kind, int] = {}
         self._steps = np.zeros((_MOST_KINDS, KEPT_OF_A_KIND, 5))
-        """Counts and seconds, by kind; seconds are 0 where there is no step."""
+        """Counts and seconds by kind; seconds are 0 where there is no step."""
         self._numbers = np.zeros((_MOST_KINDS, KEPT_OF_A_KIND), np.int64)
-        """When each was added, as a number that grows."""
+        """Sequence number of each step."""
         self._added = [0] * _MOST_KINDS
         """Steps that were ever added, by kind."""
         self._num_added = 0
@@ -106,7 +106,7 @@ class OnlineFit:
             self.refit()
 
     def add(self, step: MeasuredStep) -> None:
-        """Takes a step; what can be none (no work, less than nothing, a time that no step takes) is left out."""
+        """Adds a step. Impossible ones (no work, negative counts, absurd times) are skipped."""
         if not _LEAST_S <= step.seconds <= _MOST_S or min(step) < 0 or max(step[:4]) > _MOST_COUNTED:
             return
         if not step.prefill_tokens + step.num_decodes:
@@ -120,8 +120,8 @@ class OnlineFit:
         self.num_unseen += 1
 
     def refit(self) -> bool:
-        """Learns from what was added. Whether there is a model now that expects something else of any step there is, by
-        more than `_NOTICED`."""
+        """Learns from the added steps. True if the new model changes the prediction for a known step by more than
+        `_NOTICED`."""
         self.num_unseen = 0
         before = self.model
         if self._prior is not None and self._is_doubtful(self._prior):
@@ -139,7 +139,7 @@ class OnlineFit:
         return self._steps[self._steps[:, :, 4] > 0]
 
     def _is_doubtful(self, prior: Coefficients) -> bool:
-        """Whether the prior says something else than most steps: it is one of another model or machine."""
+        """True if the prior contradicts most steps, so that it belongs to another model or machine."""
         steps = self._kept()
         if len(steps) < _NEWEST:
             return False
@@ -160,7 +160,7 @@ class OnlineFit:
         return row
 
     def _has_changed(self, coefficients: Coefficients) -> bool:
-        """Of the newest steps only those count of which others of the kind came before."""
+        """True if the newest steps, of kinds that were known, contradict the model."""
         is_new = (self._numbers >= self._num_added - _NEWEST) & (self._steps[:, :, 4] > 0)
         is_new[np.asarray(self._added) <= is_new.sum(axis=1)] = False
         steps = self._steps[is_new]
@@ -172,8 +172,7 @@ class OnlineFit:
 
 
 def _kind_of(step: MeasuredStep) -> _Kind:
-    """Batches of one kind are alike within a factor of two in each of what is counted: the tokens that are computed,
-    and those that are read."""
+    """Kinds group batches that agree within a factor of two in computed tokens and in read tokens."""
     read = step.pairs // max(step.prefill_tokens, 1) + step.decode_kv
     return step.prefill_tokens.bit_length(), step.num_decodes.bit_length(), read.bit_length() // 2
 
@@ -215,7 +214,7 @@ def _fitted(steps: Array, prior: Coefficients | None, prior_steps: float) -> Lea
 
 
 def _lengths_of(prior: Coefficients, prior_steps: float) -> Array:
-    """Lengths of the columns that `prior_steps` steps would have to which each number contributes all."""
+    """Column lengths of `prior_steps` imaginary steps that each number contributes to fully."""
     return math.sqrt(prior_steps) / np.where(np.asarray(prior) > 0, np.asarray(prior), np.inf)
 
 

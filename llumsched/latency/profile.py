@@ -37,19 +37,19 @@ LENGTHS: Final = (8, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 @dataclass(frozen=True, slots=True)
 class Profile:
     model: str
-    """Name of the model, as engines tell it; empty: of any."""
+    """Name of the model, as engines report it; "" is any."""
     coefficients: Coefficients
     num_steps: int
     error: float
-    """Median of the size of the relative error of those steps."""
+    """Median of the absolute relative error of those steps."""
     source: str
-    """The file, or what stands in for one."""
+    """The file, or another name of the source."""
 
     def fits(self, model: str) -> bool:
         return not self.model or self.model == model
 
     def written(self, description: str = "") -> str:
-        """The text of a file of our own."""
+        """The text of a profile file."""
         document = {
             "llumnix_profile": _VERSION,
             "model": self.model,
@@ -66,7 +66,7 @@ def profile_of(model: LearntModel, name: str, source: str) -> Profile:
 
 
 def read_profile(path: str) -> Profile:
-    """A file of our own. Raises ValueError that says what is wrong."""
+    """Reads a profile file. Raises ValueError that names the fault."""
     document = _document(path)
     try:
         if document.get("llumnix_profile") != _VERSION:
@@ -143,7 +143,7 @@ def _document(path: str) -> Mapping[str, Any]:
 
 
 def _steps(results: Any) -> Iterator[MeasuredStep]:
-    """Steps of which Llumnix's medians would be the times. Raises ValueError."""
+    """Steps that would give Llumnix's medians. Raises ValueError."""
     if not isinstance(results, list) or not results:
         raise ValueError("results is no list, or empty")
     if len(results) > _MOST_RESULTS:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefix caches of the instances hold, and how much of a prompt that is."""
+"""The contents of all instances' prefix caches, and the cached part of a prompt."""

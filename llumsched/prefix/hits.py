@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The column `kv_cache_hit_len`: tokens of a request's prompt that an instance has in its prefix cache.
+"""The column `kv_cache_hit_len`: tokens of a request's prompt in an instance's prefix cache.
 
-What instances hold comes from `watches`, by what their engines say; or, in lite mode, from what was sent there: then
-it is a guess, and what was sent longest ago is taken to be gone when there is more than a cache may hold. A request
-brings the names of its prompt's blocks (`llumlet.contract.block_hashes`); one without them has no hit anywhere, nor has
-it at an instance whose blocks have another size.
+Engines report the contents (`watches`). In lite mode they are guessed from the requests sent there, the oldest being
+dropped when a cache's size is exceeded. A request names its prompt's blocks (`llumlet.contract.block_hashes`); without
+names, or with another block size, it has no hits.
 """
 
 from __future__ import annotations
@@ -25,46 +24,46 @@ from llumsched.prefix.index import Names, PrefixIndex
 from llumsched.request import Request
 
 SENT_BLOCK_SIZE: Final = 16
-"""Tokens of a block where engines do not tell: vLLM's own default."""
+"""Assumed tokens per block in lite mode: vLLM's default."""
 _NOBODY: Final = -1
 _FIELD: Final = "<u8"
 
 
 @dataclass(slots=True)
 class _Member:
-    """An instance that holds something. `number`: its own in the index."""
+    """An instance with known contents. `number` is its own in the index."""
 
     number: int
     block_size: int
     num_sent: int = 0
-    """Blocks that are known by what was sent."""
+    """Blocks known from sent requests."""
     older: int = _NOBODY
-    """Another number of its own: what was sent before, as much again."""
+    """A second number, for the blocks sent before, which are as many again."""
 
 
 class PrefixHits:
-    """A request provider, and the index that it asks. On one event loop."""
+    """A request provider and its index, on one event loop."""
 
     columns: Sequence[str] = (HIT_COLUMN,)
 
     def __init__(self, index: PrefixIndex, *, sent_blocks: int = 0) -> None:
-        """`sent_blocks`: how many blocks an instance is taken to hold of what was sent there; 0: none, engines tell."""
+        """`sent_blocks`: blocks assumed to be held from sent requests; 0: engines report them."""
         self.index = index
         self._sent_blocks = sent_blocks
         self.num_resyncs = 0
-        """Times that an instance told everything anew, as something was missing."""
+        """Times that an instance repeated everything because a message was missing."""
         self._members: dict[str, _Member] = {}
         self._adapters: dict[str, frozenset[str]] = {}
         """Names of the LoRA adapters of each instance that has any."""
         self._masks: dict[str, np.uint64] = {}
-        """What is mixed into the names of blocks, by the name of the adapter."""
+        """Masks for the names of blocks, by adapter."""
         self._rows: tuple[IdOrder | None, NDArray[np.intp], Values] = None, np.empty(0, np.intp), np.empty(0)
-        """Both numbers, and block sizes, by row, as long as the order is this one and the members are the same."""
+        """Numbers and block sizes by row, valid while the order and the members stay the same."""
 
     # What instances hold
 
     def holds(self, instance_id: str, names: Names, block_size: int) -> None:
-        """An instance holds these blocks, too."""
+        """Notes blocks that an instance holds."""
         member = self._members.get(instance_id)
         if member is None or member.block_size != block_size:
             self.forget(instance_id)
@@ -73,12 +72,12 @@ class PrefixHits:
         self.index.store(member.number, names)
 
     def lacks(self, instance_id: str, names: Names) -> None:
-        """An instance does not hold these blocks any more."""
+        """Notes blocks that an instance no longer holds."""
         if member := self._members.get(instance_id):
             self.index.remove(member.number, names)
 
     def forget(self, instance_id: str) -> None:
-        """Nothing is known of what an instance holds."""
+        """Forgets the contents of an instance."""
         member = self._members.pop(instance_id, None)
         if member is not None:
             self.index.forget(member.number)
@@ -87,7 +86,7 @@ class PrefixHits:
             self._rows = None, *self._rows[1:]
 
     def sent(self, request: Request, instance_id: str) -> None:
-        """A request goes to an instance, which will hold its prompt."""
+        """Notes a request sent to an instance, which will hold its prompt."""
         if not self._sent_blocks or not request.prompt_blocks:
             return
         names = self.names_of(request)
@@ -126,8 +125,8 @@ class PrefixHits:
     # For moves
 
     def shares(self, instance_id: str) -> dict[str, float] | None:
-        """What share of the blocks of an instance others have as well, by id; those that have none are left out. None:
-        nothing is known of the instance."""
+        """Shares of an instance's blocks that others hold too, by id, without zeros. None if the instance is
+        unknown."""
         member = self._members.get(instance_id)
         if member is None:
             return None
@@ -139,17 +138,17 @@ class PrefixHits:
 
     @property
     def usual_block_size(self) -> int:
-        """Tokens of a block at most instances; 0: nothing is known of any."""
+        """Tokens per block at most instances; 0 if unknown."""
         sizes = Counter(member.block_size for member in self._members.values())
         return max(sizes, key=sizes.__getitem__, default=SENT_BLOCK_SIZE if self._sent_blocks else 0)
 
     @property
     def num_instances(self) -> int:
-        """Instances of which something is known."""
+        """Number of instances with known contents."""
         return len(self._members)
 
     def block_size_of(self, instance: Instance) -> int:
-        """Tokens of the blocks that requests for such an instance are to name; 0: none."""
+        """Tokens per block for the names in requests for this instance; 0 if it needs none."""
         return SENT_BLOCK_SIZE if self._sent_blocks else instance.metadata.cache_block_size
 
     def of_request(self, request: Request, cluster: Cluster) -> Sequence[Values]:
@@ -164,7 +163,7 @@ class PrefixHits:
         return [np.where(sizes == size, np.minimum(depths * size, max(most, 0)), 0).astype(np.float64)]
 
     def names_of(self, request: Request) -> Names:
-        """Names of the blocks of its prompt, as the engines that hold them have them."""
+        """Names of the blocks of its prompt, as the engines have them."""
         names = names_in(request.prompt_blocks)
         return names ^ self._masks[request.model] if request.model in self._masks else names
 
@@ -180,5 +179,5 @@ class PrefixHits:
 
 
 def names_in(content: bytes) -> Names:
-    """Names as they are on the wire. Raises ValueError for what is no whole number of them."""
+    """Decodes names. Raises ValueError for a partial name."""
     return np.frombuffer(content, _FIELD).astype(np.uint64)

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances hold which blocks, in arrays of a size that is fixed beforehand.
+"""The holders of all blocks, in arrays of a fixed size.
 
-A name (`contract.block_hashes`) lies in one of two buckets of eight places, which it says itself: a bucket is one line
-of a CPU's cache, nothing is ever probed further, moved or rebuilt, and a place that gets free is free. A place is 12
-bytes:
+A name (`contract.block_hashes`) determines two buckets of eight places, and lies in one of them. A bucket is one CPU
+cache line; nothing is probed further, moved or rebuilt. A place is 12 bytes:
 
-    name    8 bytes; 0: free
-    holder  4 bytes: the number of the one instance that holds it, or, negative, a row of bits: one for each number
+name    8 bytes; 0: free
+    holder  4 bytes: the number of the only holder, or, if negative, a row of bits with one for each number
 
-Most blocks have one holder. What all hold, a system prompt, is few blocks and many holders. Where both buckets are
-full, or there are as many rows as there may be, a holder more is left out, and counted (`num_left_out`): then a hit is
-not seen, but none is made up.
+Most blocks have one holder; a common system prompt is few blocks with many. If both buckets are full, or all rows are
+used, a further holder is left out and counted (`num_left_out`): a hit is missed, but none is invented.
 
-Everything works on whole arrays of names: numpy does the work, at a fraction of a microsecond for each.
+All operations work on whole numpy arrays of names, at a fraction of a microsecond per name.
 """
 
 from __future__ import annotations
@@ -25,44 +23,44 @@ from numpy.typing import NDArray
 
 Names = NDArray[np.uint64]
 Depths = NDArray[np.intp]
-"""By number: the blocks that an instance holds of a prompt, from the first on without a gap."""
+"""By number: the leading blocks of a prompt that an instance holds without a gap."""
 
 USUAL_BLOCKS: Final = 4_000_000
-"""Room for so many, for who says nothing else: 64 MB."""
+"""Default number of blocks: 64 MB."""
 _WAYS: Final = 8
 PLACE_BYTES: Final = 12
 _LOAD: Final = 0.75
-"""Share of the places up to which next to nothing is left out."""
+"""Filled share of the places up to which almost nothing is left out."""
 _FREE: Final = np.uint64(0)
 _FEWEST_BUCKETS: Final = 64
 _FIRST_ROWS: Final = 64
 _FIRST_NUMBERS: Final = 64
 _SWEPT_AT_ONCE: Final = 1 << 12
 _MOST_DEAD: Final = 64
-"""Numbers of instances that are gone, until they are taken out, all in one pass."""
+"""Numbers of gone instances that are kept before one pass removes them all."""
 
 
 class PrefixIndex:
     def __init__(self, num_blocks: int) -> None:
-        """Room for so many blocks, of all instances together; those that several hold count once."""
+        """`num_blocks`: capacity for all instances together; a shared block counts once."""
         buckets = max(int(num_blocks / _LOAD) // _WAYS + 1, _FEWEST_BUCKETS)
         self._names = np.zeros((buckets, _WAYS), np.uint64)
         self._holders = np.zeros((buckets, _WAYS), np.int32)
         self._bits = np.zeros((_FIRST_ROWS, _FIRST_NUMBERS // 8), np.uint8)
         self._free_rows = list(range(1, _FIRST_ROWS))
-        """Row 0 is nobody's: -0 is no negative number."""
+        """Free rows. Row 0 is never used, as -0 is not negative."""
         self._most_row_bytes = self._names.nbytes
         self._numbers = 0
-        """Numbers that were ever given."""
+        """Numbers that were ever assigned."""
         self._free_numbers: list[int] = []
         self._num_held: Counter[int] = Counter()
-        """Blocks by the number of who holds them."""
+        """Blocks by the number of their holder."""
         self._dead: list[int] = []
         self.num_left_out = 0
-        """Times that an instance's block found no room."""
+        """Number of holders of blocks that found no room."""
 
     def __len__(self) -> int:
-        """Names there are."""
+        """Number of names."""
         return int(np.count_nonzero(self._names))
 
     @property
@@ -72,7 +70,7 @@ class PrefixIndex:
     # Instances
 
     def join(self) -> int:
-        """A number for an instance that holds nothing yet."""
+        """A number for a new instance."""
         if len(self._dead) > _MOST_DEAD:
             self._sweep()
         if self._free_numbers:
@@ -85,7 +83,7 @@ class PrefixIndex:
         return self._numbers - 1
 
     def forget(self, number: int) -> None:
-        """Nobody asks for this number any more; it is given again after what it holds has been taken out."""
+        """Releases a number; it is reused after its blocks have been removed."""
         self._dead.append(number)
 
     def _sweep(self) -> None:
@@ -105,7 +103,7 @@ class PrefixIndex:
     # Blocks
 
     def store(self, number: int, names: Names) -> int:
-        """An instance holds these blocks now. Returns how many of them it did not hold before."""
+        """Adds blocks of an instance. Returns how many are new."""
         names, left_out = np.unique(names), self.num_left_out
         buckets, ways, found = self._find(names)
         num_new = self._add_holder(number, buckets[found], ways[found]) + self._put(number, names[~found])
@@ -117,7 +115,7 @@ class PrefixIndex:
         return num_new
 
     def remove(self, number: int, names: Names) -> None:
-        """An instance does not hold these blocks any more, if it did."""
+        """Removes blocks of an instance."""
         names = np.unique(names)
         buckets, ways, found = self._find(names)
         buckets, ways = buckets[found], ways[found]
@@ -135,7 +133,7 @@ class PrefixIndex:
         self._free_rows += rows[empty].tolist()
 
     def depths(self, names: Names) -> Depths:
-        """How far each instance holds the chain of these blocks, by number."""
+        """The depth to which each instance holds this chain of blocks, by number."""
         buckets, ways, found = self._find(names)
         end = len(names) if found.all() else int(np.argmin(found))
         depths = np.zeros(self._bits.shape[1] * 8, np.intp)
@@ -150,7 +148,7 @@ class PrefixIndex:
         return reached
 
     def shares(self, number: int) -> NDArray[np.float64]:
-        """What share of an instance's blocks each holds, too, by number."""
+        """Shares of an instance's blocks that each other one holds too, by number."""
         rows = (self._bits[:, number >> 3] & np.uint8(1 << (number & 7))) != 0
         together = np.unpackbits(self._bits[rows], axis=1, bitorder="little").sum(axis=0, dtype=np.float64)
         shares: NDArray[np.float64] = together / max(self._num_held[number], 1)
@@ -173,7 +171,7 @@ class PrefixIndex:
         return np.stack([names % size, (names >> np.uint64(32)) % size], axis=1).astype(np.intp)
 
     def _find(self, names: Names) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.bool_]]:
-        """Buckets and ways of names, and which of the names are there at all."""
+        """Buckets and ways of names, and which of the names are present."""
         both = self._buckets(names)
         same = (self._names[both] == names[:, None, None]).reshape(len(names), 2 * _WAYS)
         at = same.argmax(axis=1)
@@ -181,7 +179,7 @@ class PrefixIndex:
         return both[every, at // _WAYS], at % _WAYS, same[every, at] & (names != _FREE)
 
     def _add_holder(self, number: int, buckets: NDArray[np.intp], ways: NDArray[np.intp]) -> int:
-        """Returns how many of the places it is new at."""
+        """Returns the number of places that gained this holder."""
         holders = self._holders[buckets, ways]
         second = np.flatnonzero((holders >= 0) & (holders != number))
         rows = self._new_rows(len(second))
@@ -198,7 +196,7 @@ class PrefixIndex:
         return int(np.count_nonzero(is_new))
 
     def _new_rows(self, wanted: int) -> NDArray[np.int32]:
-        """Rows without a bit: so many, or as many as there may be."""
+        """At most `wanted` empty rows."""
         while len(self._free_rows) < wanted and 2 * self._bits.nbytes <= self._most_row_bytes:
             before = len(self._bits)
             self._bits = np.pad(self._bits, ((0, before), (0, 0)))
@@ -208,8 +206,8 @@ class PrefixIndex:
         return np.array(taken, np.int32)
 
     def _put(self, number: int, names: Names) -> int:
-        """New names, each into the emptier of its buckets; returns how many had room. Of those that want the same
-        place, one gets it in a turn."""
+        """Puts new names into the emptier of their buckets; returns how many found room. Of names that compete for a
+        place, one gets it per turn."""
         names = names[names != _FREE]
         num_names, left_out = len(names), self.num_left_out
         while len(names):

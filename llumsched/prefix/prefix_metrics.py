@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of what is known of prefix caches, read when they are scraped."""
+"""Prometheus metrics of the prefix index, read when they are scraped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llumsched.prefix.hits import PrefixHits
 
 
 class PrefixMetrics(Collector):
-    """A scrape runs on the event loop of `hits`."""
+    """A scrape must run on the event loop of `hits`."""
 
     def __init__(self, hits: PrefixHits) -> None:
         self._hits = hits

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hears from every instance which blocks its prefix cache holds (`WatchCache`).
+"""Follows the contents of every instance's prefix cache (`WatchCache`).
 
-Each instance has a stream of its own, from the moment it is in the view, and is told how often it may speak: together
-they are heard about a thousand times a second, however many there are. A stream that ends, is silent, or misses a
-message is void with all that it told: nothing is known of that instance until the next stream has told everything.
+Each instance in the view has a stream and is told how often to report, so that all together send about a thousand
+messages a second. If a stream ends, is silent or misses a message, the instance's contents are forgotten until the next
+stream has repeated everything.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from llumsched.prefix.hits import PrefixHits, names_in
 
 logger = logging.getLogger(__name__)
 SILENCE_S: Final = 3 * KEEPALIVE_S
-"""Time after which a stream that says nothing is held to be broken."""
+"""Silence after which a stream counts as broken."""
 LONGEST_STREAM_S: Final = 3600.0
-"""A stream is begun anew after that, at the latest."""
+"""Longest time before a stream is restarted."""
 MOST_MESSAGES_PER_S: Final = 1000
 _MOST_INTERVAL_S: Final = 5.0
 _FIRST_RETRY_S: Final = 0.25
@@ -36,11 +36,11 @@ _LAST_RETRY_S: Final = 10.0
 
 
 class Broken(Exception):
-    """A stream of which something is missing."""
+    """Raised if a part of a stream is missing."""
 
 
 class Watchable(Protocol):
-    """What is needed of `llumlet.contract.client.LlumletClient`."""
+    """The interface used of `llumlet.contract.client.LlumletClient`."""
 
     def watch_cache(
         self, request: WatchCacheRequest, *, deadline_s: float | None = None
@@ -62,7 +62,7 @@ class CacheWatches:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
         self.in_sync: set[str] = set()
-        """Ids of the instances of which is known what they hold."""
+        """Ids of the instances with known contents."""
 
     # From the view
 
@@ -72,7 +72,7 @@ class CacheWatches:
             self._tasks[instance.id] = task
 
     def changed(self, instance: Instance) -> None:
-        """A status says nothing of the cache, and a new life comes as another instance."""
+        """Does nothing: a status says nothing about the cache, and a restarted engine is another instance."""
 
     def left(self, instance: Instance) -> None:
         task = self._tasks.pop(instance.id, None)
@@ -114,7 +114,7 @@ class CacheWatches:
             await client.close()
 
     async def _heard(self, client: Watchable, instance: Instance) -> AsyncGenerator[None, None]:
-        """Takes in one stream, message by message. Raises Broken if one of them is missing."""
+        """Reads one stream, message by message. Raises Broken if one is missing."""
         interval_s = min(max(LEAST_INTERVAL_S, len(self._tasks) / MOST_MESSAGES_PER_S), _MOST_INTERVAL_S)
         metadata = instance.metadata
         request = WatchCacheRequest(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom a scale-in costs the least: who has the fewest tokens to be moved.
+"""The instances that are cheapest to remove: those with the fewest tokens to move.
 
-The last instance of a node goes only after those that leave company there: a group on one node falls with it. Of
-equals the last by id goes: `llumnix up` and StatefulSets number theirs, and the first are the ones that stay.
+The last instance on a node leaves only after those on shared nodes, so that the group survives the loss of a node.
+Among equals the last id leaves: `llumnix up` and StatefulSets number theirs and keep the first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from llumsched.scaling.load import claimed_tokens
 
 
 def cheapest_first(cluster: Cluster, rows: Rows, number: int) -> list[str]:
-    """Ids of `number` of the instances in `rows`, or of all if there are fewer, in the order in which they should
-    leave."""
+    """Ids of up to `number` instances in `rows`, in the order in which they should leave."""
     tokens = claimed_tokens(Candidates(cluster, Context(0.0)))
     by_cost = sorted(rows.tolist(), key=lambda row: (tokens[row], -cluster.order.rank[row]))
     nodes = cluster["node"]

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group of instances holds, said as the number of instances that it needs.
+"""The load of a group, as the number of instances that it needs.
 
-The paper scales by freeness: with M tokens of KV cache in each of n instances, V tokens used or claimed by what waits,
-and B requests, it is (n·M - V) / B, and has to be at least a. Solved for n that is
+The paper scales by freeness: with M tokens of KV cache in each of n instances, V tokens used or claimed by waiting
+requests, and B requests, it is (n·M - V) / B, and must be at least a. Solved for n that is
 
-    n ≥ (V + a·B) / M
+n ≥ (V + a·B) / M
 
-a number that does not depend on how many instances there are: those that start, or leave, change nothing of it, and
-there is one step from a load to the right number, where the paper takes or gives one instance at a time. An empty
-cluster, whose freeness is infinite, needs none.
+which does not depend on the present number, so that starting and leaving instances do not change it and one step
+reaches the right number, where the paper steps by one. An empty cluster needs none.
 
-Latencies, where they have a limit, need n · latency / limit instances: they are not proportional to it, and the next
-look sees how far off that was. So at most twice as many as there are.
+A latency with a limit needs n · latency / limit instances. It is not proportional to n, so the next evaluation corrects
+the estimate, and one step at most doubles the number.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from llumsched.policy.metrics import METRICS
 from llumsched.scaling.scaling_config import ScalingConfig
 
 STALE_S: Final = 60.0
-"""Silence after which an instance counts no more, as for dispatch."""
+"""Silence after which an instance is ignored, as for dispatch."""
 _CLAIMED: Final = METRICS["kv_cache_usage_ratio_projected"]
 _REQUESTS: Final = METRICS["num_requests"]
 _MOST_AT_ONCE: Final = 2.0
 _COMFORT: Final = 0.7
-"""Share of a limit of latency at which one instance fewer is still right."""
+"""Share of a latency limit below which one instance fewer is enough."""
 
 
 class Group(NamedTuple):
-    """Instances that can stand in for each other."""
+    """Instances that can replace each other."""
 
     model: str
     infer_type: str
@@ -52,16 +51,16 @@ class Load:
     rows: Rows
     """The instances that serve."""
     num_starting: int
-    """Instances that have said who they are and nothing of their load."""
+    """Instances that have sent metadata but no status yet."""
     num_leaving: int
-    """Instances that take nothing new. What they hold comes to the others."""
+    """Instances that take nothing new; their load moves to the others."""
     num_requests: float
     needed: float
-    """Instances without which there would be too few, …"""
+    """Below this number of instances there are too few."""
     reason: str
-    """… and what they are needed for."""
+    """The reason why they are needed."""
     comfortable: float
-    """Instances above which there are too many; `needed` or more."""
+    """Above this number of instances there are too many; at least `needed`."""
 
 
 def group_of(instance: Instance) -> Group:
@@ -69,7 +68,7 @@ def group_of(instance: Instance) -> Group:
 
 
 def measure(cluster: Cluster, config: ScalingConfig, now_s: float) -> dict[Group, Load]:
-    """The load of each group. `now_s` by the clock of the view."""
+    """The load of each group. `now_s` is on the view's clock."""
     members: dict[Group, list[int]] = {}
     for row, instance in enumerate(cluster.instances):
         members.setdefault(group_of(instance), []).append(row)
@@ -82,7 +81,7 @@ def measure(cluster: Cluster, config: ScalingConfig, now_s: float) -> dict[Group
 
 
 def claimed_tokens(columns: Candidates) -> Values:
-    """Tokens of KV cache that are used, or will be by what waits and what is on its way: V, by instance."""
+    """V by instance: tokens of KV cache in use, or claimed by requests that wait or are on their way."""
     shares, capacities = columns.values(_CLAIMED), columns["num_total_gpu_tokens"]
     return np.where(capacities > 0, np.where(np.isfinite(shares), shares, 0.0) * capacities, 0.0)
 

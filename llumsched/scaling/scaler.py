@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the loads of groups to the number of instances that each should have.
+"""From the loads of groups to the desired number of instances.
 
-Up: at once, for what is needed now, or for what will be when an instance that is started now can serve, if requests
-grow in number: by as much as they surely do (two standard errors of the slope less), since every wave of arrivals grows
-for a while. Their number, as tokens grow by themselves until a request ends; over as long a time as is looked ahead,
-half a minute at least, since a slow ramp is lost in the noise of a short one.
+Up: at once, for the present need, or for the need at the time when an instance started now would serve. The growth of
+the number of requests is extrapolated by its certain part (the slope less two standard errors), as each wave of
+arrivals grows for a while. It is measured over as long as it is extrapolated, at least half a minute, so that slow
+ramps stand out from noise.
 
-Down: to what was comfortable all the time for `settle_s`. Between needed and comfortable nothing changes, and who says
-nothing keeps the number that it had.
+Down: to the number that was comfortable for all of `settle_s`. Between needed and comfortable nothing changes.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 
 SHORTEST_TREND_S: Final = 30.0
 FORGET_S: Final = 600.0
-"""Time after which a group without an instance is forgotten."""
+"""Time after which a group without instances is forgotten."""
 _FEWEST_SAMPLES: Final = 5
 _CERTAIN: Final = 2.0
-"""Standard errors."""
+"""Number of standard errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a group should have."""
+    """The desired state of a group."""
 
     group: Group
     wanted: int
@@ -42,21 +41,21 @@ class Advice:
     num_starting: int
     num_leaving: int
     saturation: float
-    """Instances needed for each one that serves: above 1 there are too few. 0 if none serves: nothing is known."""
+    """Needed instances per serving one: above 1 there are too few. 0 if none serves, as nothing is known then."""
     reason: str
-    """Why so many are wanted."""
+    """The reason for the desired number."""
     cheapest_first: list[str]
-    """Ids of those that serve and go first: as many as serve above `wanted`, and one if none does."""
+    """Ids of the serving instances that leave first: as many as exceed `wanted`, at least one if any serves."""
 
     @property
     def leave(self) -> list[str]:
-        """Ids of those that should go now."""
+        """Ids of the instances that should leave now."""
         return self.cheapest_first[: max(self.num_serving - self.wanted, 0)]
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What is remembered of a group."""
+    """The history of a group."""
 
     wanted: int
     begun_s: float
@@ -67,14 +66,14 @@ class _Seen:
 
 
 class Scaler:
-    """One cluster's. Times that it is given never go back."""
+    """The scaler of a cluster. The times it is given must not decrease."""
 
     def __init__(self, config: ScalingConfig, bounds: Bounds) -> None:
         self._config, self._bounds = config, bounds
         self._records: dict[Group, _Seen] = {}
 
     def advise(self, cluster: Cluster, now_s: float) -> list[Advice]:
-        """What each group should have, by its model's name."""
+        """The advice for each group, by model."""
         loads = measure(cluster, self._config, now_s)
         for group, load in loads.items():
             self._look(group, load, now_s)
@@ -133,7 +132,7 @@ def _remember(values: deque[tuple[float, float]], now_s: float, value: float, se
 
 
 def certain_growth(values: deque[tuple[float, float]]) -> float:
-    """Growth a second, less two standard errors of it; 0 if there are too few values to tell. Least squares."""
+    """Growth per second by least squares, less two standard errors; 0 if there are too few values."""
     if len(values) < _FEWEST_SAMPLES:
         return 0.0
     times, numbers = np.array(values).T

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be set of the number of instances."""
+"""Settings of the number of instances."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _scaling = Group("scaling", _DESCRIPTION, "--scaling-", mode=Mode.FULL)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of the number of instances of a group; both belong to it."""
+    """Limits of the number of instances of a group, both inclusive."""
 
     least: int
     most: int
 
     def clamp(self, number: float) -> int:
-        """The whole number of instances, within the limits, that is enough for `number`."""
+        """`number`, rounded up and limited."""
         return int(min(max(math.ceil(number), self.least), self.most))
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Bounds:
 
 
 def read_bounds(text: str) -> Bounds:
-    """Raises ValueError that says what is wrong with `MIN:MAX`."""
+    """Reads `MIN:MAX`. Raises ValueError that names the fault."""
     least_text, colon, most_text = text.partition(":")
     digits = least_text, most_text
     if not (colon and all(each.isascii() and each.isdigit() for each in digits)):
@@ -54,7 +54,7 @@ BOUNDS: Final = Kind(read_bounds, "MIN:MAX")
 
 @dataclass(frozen=True, slots=True)
 class ScalingConfig:
-    """`bounds` None: nothing is said of numbers of instances."""
+    """With `bounds` None nothing is recommended."""
 
     bounds: Bounds | None = _scaling.setting(
         None,
@@ -95,7 +95,7 @@ class ScalingConfig:
 
 
 def faults(config: ScalingConfig, prefix: str = _scaling.prefix) -> Iterator[str]:
-    """`prefix`: of the flags by which it was said."""
+    """`prefix` of the flags, for the messages."""
     if config.high_freeness < config.low_freeness:
         yield (
             f"{prefix}high-freeness {config.high_freeness:g} is below {prefix}low-freeness "

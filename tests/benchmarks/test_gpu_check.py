@@ -45,6 +45,8 @@ from tests.support.moves import Move
 from vllm_llumnix.kv.kernels import native, reference
 from vllm_llumnix.kv.kernels.plan import BlockCopy
 
+pytestmark = pytest.mark.rest
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,7 +656,6 @@ def test_parts_by_name_and_in_what_time(capsys: pytest.CaptureFixture[str]) -> N
     assert "for lack of time this was left: seals" in found.err
 
 
-@pytest.mark.rest
 def test_parts_need_nothing_of_vllm(tmp_path: Path) -> None:
     """Where vLLM cannot be imported, neither here nor in the processes of the parts."""
     (tmp_path / "vllm.py").write_text("raise ImportError('there is no vLLM here')\n")

@@ -96,6 +96,7 @@ async def test_streams_continue_while_redis_hangs(cluster: Cluster) -> None:
 
 
 @failure("one of two schedulers is killed", "decoding", "streams go on; the other one places new ones")
+@pytest.mark.rest
 async def test_the_other_scheduler_knows_as_much(cluster: Cluster) -> None:
     await cluster.control.knows(2)
     async with Client(cluster.control.gateway_url) as client:

@@ -186,6 +186,7 @@ async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: d
     "its requests moved away, their streams go on",
     "the streams are cut, and it ends; nothing goes on elsewhere",
 )
+@pytest.mark.rest
 async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.leaver()

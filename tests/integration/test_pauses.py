@@ -212,6 +212,7 @@ async def test_no_cache_of_old_weights_arrives(sync: Pair, model_dir: Path, othe
     await check_weights(sync, at, prompt_of(30 + (at == "a")), model_dir, other_weights)
 
 
+@pytest.mark.rest
 async def test_pause_of_an_asynchronous_engine_succeeds_while_blocks_are_copied(asynchronous: Pair) -> None:
     await check(asynchronous, "b", "pause", prompt_of(40))
 

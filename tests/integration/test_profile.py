@@ -23,6 +23,7 @@ def step_s(profile: Profile) -> float:
 
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("conserved")
+@pytest.mark.rest
 async def test_an_engine_is_measured(engines: Engines, tmp_path: Path) -> None:
     ours, prefix = tmp_path / "ours.json", tmp_path / "theirs"
     files = ("--output", str(ours), "--llumnix-prefix", str(prefix))

@@ -198,6 +198,7 @@ async def test_several_requests_and_a_worker_that_is_stopped(pair: Pair) -> None
 )
 @pytest.mark.parametrize("how", [pytest.param("schedule", marks=pytest.mark.full), "interpreter"])
 @pytest.mark.usefixtures("conserved")
+@pytest.mark.rest
 async def test_the_cache_cannot_be_had(pair: Pair, how: str) -> None:
     expected = await undisturbed(pair.haven, 5, SEEDED)
     before = await status_of(pair.haven)

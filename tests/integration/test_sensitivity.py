@@ -17,7 +17,7 @@ from tests.support.client import Client
 from tests.support.faults import with_faults
 from tests.support.moves import move_stream
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.rest]
 
 PROMPT = [100 + index * 7 % 900 for index in range(400)]
 LENGTH = 250

@@ -107,6 +107,7 @@ async def test_with_rejected_drafts(pair: Pair) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("pair", ["v2"], indirect=True)
+@pytest.mark.rest
 async def test_seeded_with_an_adapter(pair: Pair) -> None:
     """Which the V1 runner cannot: the draws of its sampler do not follow from the position."""
     parameters = FREE | {"temperature": 1.0, "seed": 7, "logprobs": 2}

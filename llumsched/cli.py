@@ -16,10 +16,9 @@ from importlib import metadata
 from typing import Any, Final, NamedTuple
 
 from llumlet.process import setting_sources, settings
-from llumlet.process.credential_files import CredentialFiles, CredentialsError
-from llumlet.process.credentials import NONE, Credentials
-from llumlet.process.roles import Role
+from llumlet.process.credentials import NONE, CredentialFiles, Credentials, CredentialsError
 from llumlet.process.standard_streams import guarded
+from llumlet.process.tokens import Role
 from llumsched.commands import COMMANDS, WITH_FURTHER, Command, load
 from llumsched.console.exit_codes import ExitCode
 from llumsched.console.llumnix_flags import instead_of

@@ -15,7 +15,11 @@ PRODUCT = ("llumlet", "llumsched", "vllm_llumnix")
 PACKAGES = (*PRODUCT, "llumsim")
 FORBIDDEN = {
     "llumlet/protocol": {"asyncio", "socket", "time", "datetime", "threading", "torch", "vllm", "zmq", "grpc", "google",
-                         "llumsched", "vllm_llumnix"},
+                         "llumsched", "vllm_llumnix", "llumlet.contract", "llumlet.process"},
+    "llumlet/protocol/move": {"llumlet.protocol.origin", "llumlet.protocol.recovery"},
+    "llumlet/protocol/origin": {"llumlet.protocol.move"},
+    "llumlet/protocol/recovery": {"llumlet.protocol.move", "llumlet.protocol.origin"},
+    "llumlet/process": {"grpc", "google", "llumlet.contract", "llumlet.protocol"},
     "vllm_llumnix/kv": {"llumlet", "llumsched", "vllm_llumnix.engine", "vllm_llumnix.frontend"},
     "vllm_llumnix/engine": {"llumsched", "vllm_llumnix.frontend"},
     "vllm_llumnix/frontend": {"llumsched", "vllm_llumnix.engine", "vllm_llumnix.kv"},
@@ -48,9 +52,10 @@ WITHIN_LLUMSCHED = {
     "rescheduling": {"cluster", "cms", "extensions", "foresight", "http_form", "policy", "prefix"},
     "scaling": {"cluster", "policy"},
     "summary": {"cluster"},
+    "scheduler_access": {"endpoints"},
     "scheduler": {"cluster", "cms", "contract", "dispatch", "endpoints", "foresight", "http_form", "latency", "policy",
-                  "prefix", "rescheduling", "scaling", "summary", "tls"},
-    "gateway": {"causes", "contract", "descriptors", "endpoints", "model_memory", "request", "tls"},
+                  "prefix", "rescheduling", "scaling", "scheduler_access", "summary"},
+    "gateway": {"causes", "contract", "descriptors", "endpoints", "model_memory", "request"},
 }  # fmt: skip
 """What of llumsched each of these may import; who else is there starts, shows or plays them."""
 

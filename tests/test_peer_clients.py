@@ -13,8 +13,7 @@ from llumlet.contract.errors import LlumletError
 from llumlet.contract.server import serve
 from llumlet.contract.types import Reason
 from llumlet.process.addresses import Address
-from llumlet.process.credential_files import CredentialFiles
-from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.credentials import NONE, CredentialFiles, Credentials
 from tests.llumlet.fake_agent import FakeAgent
 from tests.support.authority import token_file
 from vllm_llumnix.wire import peer_clients

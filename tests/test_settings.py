@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import CredentialFiles
 from llumlet.process.setting_sources import SHARED_VARIABLES
 from llumlet.process.settings import Entry, all_entries, shown_default
 from llumsched.cli import MOST_IN_HELP

@@ -23,8 +23,7 @@ import msgspec
 from llumlet.contract.cms.reporter import cms_faults
 from llumlet.process import kinds, setting_sources, settings
 from llumlet.process.addresses import Address
-from llumlet.process.credential_files import CredentialFiles, CredentialsError
-from llumlet.process.credentials import Credentials
+from llumlet.process.credentials import CredentialFiles, Credentials, CredentialsError
 from llumlet.process.kinds import MARK, Kind
 from llumlet.process.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
 from llumlet.process.settings import Group

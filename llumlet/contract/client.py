@@ -18,11 +18,12 @@ import grpc
 from grpc import aio
 
 from llumlet.contract import types
+from llumlet.contract.channels import RenewedChannel
 from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
 from llumlet.contract.proto.llumlet_pb2_grpc import LlumletStub, PeerStub
 from llumlet.contract.status_codes import REASON_METADATA
 from llumlet.process.addresses import Address
-from llumlet.process.credentials import NONE, Credentials, RenewedChannel
+from llumlet.process.credentials import NONE, Credentials
 
 T = TypeVar("T")
 E = TypeVar("E")

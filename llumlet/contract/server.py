@@ -3,15 +3,15 @@
 
 Whoever may call can move and abort requests. Addresses other than loopback are therefore served only with complete
 credentials (mutual TLS and a token), unless the caller says that the network is trusted. All services are behind TLS;
-all but health, which orchestrators ask without secrets, are behind the tokens, and `roles` says which opens what.
+all but health, which orchestrators ask without secrets, are behind the tokens. `MAY_CALL` says which role opens what.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import grpc
 from grpc import aio
@@ -25,8 +25,8 @@ from llumlet.contract.proto import llumlet_pb2
 from llumlet.contract.servicer import add_services, refuse
 from llumlet.contract.types import MAX_MESSAGE_BYTES, Reason
 from llumlet.process.addresses import Address, is_loopback
-from llumlet.process.credentials import NONE, Credentials
-from llumlet.process.roles import may_call
+from llumlet.process.credentials import NONE, Credentials, Tls
+from llumlet.process.tokens import ALL, Role
 
 MAX_CONCURRENT_CALLS = 1024
 """Calls at a time; gRPC itself answers more with RESOURCE_EXHAUSTED, before a message is read."""
@@ -39,6 +39,37 @@ _OPTIONS = [
     # Otherwise a second server could bind the same port, and each would get some of the calls.
     ("grpc.so_reuseport", 0),
 ]
+
+_PEERS: Final = frozenset({Role.PEER})
+_OPERATORS: Final = frozenset({Role.OPERATOR})
+_LOOKERS: Final = frozenset({Role.OPERATOR, Role.READER})
+
+MAY_CALL: Final[Mapping[str, frozenset[Role]]] = {
+    # MigrateIn has the destination ask the source.
+    "/llumlet.Llumlet/Migrate": _PEERS | _OPERATORS,
+    "/llumlet.Llumlet/MigrateIn": _OPERATORS,
+    # An origin calls off a request that it has started anew elsewhere.
+    "/llumlet.Llumlet/Abort": _PEERS | _OPERATORS,
+    "/llumlet.Llumlet/AbortMigrateIn": _OPERATORS,
+    "/llumlet.Llumlet/Drain": _OPERATORS,
+    "/llumlet.Llumlet/GetInstanceStatus": ALL,
+    "/llumlet.Llumlet/GetInstanceMetadata": ALL,
+    "/llumlet.Llumlet/ListRequests": _LOOKERS,
+    "/llumlet.Llumlet/WatchCache": _LOOKERS,
+    "/llumlet.Cms/Report": _PEERS,
+    "/llumlet.Cms/Watch": _LOOKERS,
+    "/llumlet.Cms/Peers": ALL,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ALL,
+}
+"""Roles by gRPC's name of the method. A method that is missing here, the service `Peer` apart, is refused to every
+single role."""
+
+
+def may_call(method: str, roles: frozenset[Role]) -> bool:
+    """True if a token of these roles, at least one, opens `method`. A token of all roles opens everything."""
+    if method.startswith("/llumlet.Peer/"):
+        return Role.PEER in roles
+    return roles == ALL or bool(roles & MAY_CALL.get(method, frozenset()))
 
 
 @dataclass(frozen=True)
@@ -135,12 +166,39 @@ def bind(server: aio.Server, host: str, port: int, credentials: Credentials) -> 
     """The address at which `server` will listen. Raises OSError if the port cannot be had."""
     wanted = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return Address(host, credentials.listen(server, wanted))
+        return Address(host, _listen(server, wanted, credentials))
     except RuntimeError as error:
         raise OSError(
             f"the llumlet cannot listen at {wanted}: {error} A port that is to be free at every start lies outside "
             "net.ipv4.ip_local_port_range, from which the system takes ports for connections."
         ) from error
+
+
+def _listen(server: aio.Server, address: str, credentials: Credentials) -> int:
+    """Adds a port to `server` and returns its number. Raises RuntimeError if it cannot be had.
+
+    Each handshake asks for the credential files as they are then; connections that are open go on."""
+    known = credentials.tls
+    if known is None:
+        return server.add_insecure_port(address)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal known
+        if (now := credentials.tls) is known or now is None:
+            return None
+        known = now
+        return _configuration_of(now)
+
+    renewed = grpc.dynamic_ssl_server_credentials(
+        _configuration_of(known),
+        changed,  # type: ignore[arg-type]  # the stubs forget that None keeps what there is
+        require_client_authentication=True,
+    )
+    return server.add_secure_port(address, renewed)
+
+
+def _configuration_of(tls: Tls) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], root_certificates=tls.authority)
 
 
 class _TokenRequired(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time

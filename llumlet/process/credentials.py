@@ -2,42 +2,119 @@
 """How llumlets and their callers prove who they are: mutual TLS, and a bearer token.
 
 Both ends of a connection show a certificate of the same authority; with each call the caller sends a token of its role.
-Only paths travel between processes. The contents are read where they are used, and are never printed.
+Only paths travel between processes. The contents are read where they are used, and are never printed. Standard library
+only, as parsers are built early.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
+import os
+import ssl
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-import grpc
-from grpc import aio
-
-from llumlet.contract.types import MAX_MESSAGE_BYTES
-from llumlet.process.addresses import Address
-from llumlet.process.credential_files import CredentialFiles, CredentialsError, Tls, flag
-from llumlet.process.roles import ALL, Role
-from llumlet.process.secret_files import Current
-from llumlet.process.tokens import Tokens, read_peers_tokens, read_tokens
+from llumlet.process.kinds import Faulty, Kind
+from llumlet.process.secret_files import Current, read_file
+from llumlet.process.settings import Group
+from llumlet.process.tokens import ALL, MIN_TOKEN_CHARACTERS, Role, Tokens, read_peers_tokens, read_tokens
 
 TOKEN_METADATA: Final = "authorization"
-_LONGEST_CALL_S: Final = 3600.0
-"""Time after which calls on a channel with former certificates are ended: the longest deadline of all calls."""
+_PATH: Final = Kind(os.path.abspath, "FILE")
+_TLS: Final = ("tls_cert", "tls_key", "tls_ca")
+_credentials = Group("credentials", "Files by which instances and their callers know each other.", "--llumlet-")
 
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_retries", 0),
-    # Llumlets are reached directly: an http_proxy of the environment is meant for something else.
-    ("grpc.enable_http_proxy", 0),
-    # A restarted engine is found again within a second, not after gRPC's two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # In spite of its name: the time that one attempt to connect may take. A busy peer needs some.
-    ("grpc.min_reconnect_backoff_ms", 3000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
+
+class CredentialsError(Faulty):
+    """Credentials that cannot be used. The faults never tell their contents."""
+
+
+@dataclass(frozen=True, slots=True)
+class CredentialFiles:
+    """Paths, the same settings for instances and for their callers; empty for what is not used."""
+
+    tls_cert: str = _credentials.setting(
+        "",
+        _PATH,
+        "certificate of this process (PEM), valid for the address under which others reach it; empty disables TLS",
+        variable="LLUMNIX_TLS_CERT",
+    )
+    tls_key: str = _credentials.setting(
+        "", _PATH, "private key of --llumlet-tls-cert (PEM), not readable by others", variable="LLUMNIX_TLS_KEY"
+    )
+    tls_ca: str = _credentials.setting(
+        "", _PATH, "certificates of the authorities whose certificates are accepted (PEM)", variable="LLUMNIX_TLS_CA"
+    )
+    token_file: str = _credentials.setting(
+        "",
+        _PATH,
+        f"file with the token that all instances and their callers share (at least {MIN_TOKEN_CHARACTERS} "
+        "characters), or JSON with the tokens of each role; not readable by others",
+        variable="LLUMNIX_TOKEN_FILE",
+    )
+
+    def tls(self) -> Current[Tls] | None:
+        """The TLS files; None without any. Raises CredentialsError."""
+        paths = {name: getattr(self, name) for name in _TLS}
+        if all(paths.values()):
+            return Current(_read_tls, "llumlets' certificate, key and authority", *paths.values())
+        if any(paths.values()):
+            missing = ", ".join(_flag(name) for name, path in paths.items() if not path)
+            faults = [f"mutual TLS needs {missing} as well"]
+            _read_all(paths, faults)
+            raise CredentialsError(faults)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Contents of the TLS files, which fit each other. The representation shows none of it."""
+
+    certificate: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    authority: bytes = field(repr=False)
+
+
+def _read_tls(cert: str, key: str, ca: str) -> Tls:
+    """Raises CredentialsError."""
+    faults: list[str] = []
+    contents = _read_all({"tls_cert": cert, "tls_key": key, "tls_ca": ca}, faults)
+    if not faults:
+        faults += _tls_faults(cert, key, ca)
+    if faults:
+        raise CredentialsError(faults)
+    return Tls(*contents)
+
+
+def _read_all(paths: Mapping[str, str], faults: list[str]) -> list[bytes]:
+    """Contents of the files that are named; `faults` gets what is wrong with the others."""
+    contents: list[bytes] = []
+    for name, path in paths.items():
+        try:
+            contents.append(read_file(path, is_secret=name == "tls_key") if path else b"")
+        except ValueError as error:
+            faults.append(f"{_flag(name)} {error}")
+    return contents
+
+
+def _tls_faults(cert: str, key: str, ca: str) -> list[str]:
+    """The faults that gRPC would only write to its log, at the first connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ValueError) as error:
+        return [f"{_flag('tls_ca')} {ca} holds no certificates: {error}"]
+    try:
+        # A key with a passphrase is refused, not asked for at a terminal that may not be there.
+        context.load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as error:
+        return [f"{_flag('tls_cert')} {cert} and {_flag('tls_key')} {key} do not fit: {error}"]
+    return []
+
+
+def _flag(name: str) -> str:
+    """The flag that sets a field."""
+    return _credentials.flag(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +139,7 @@ class Credentials:
                 reader = read_peers_tokens if role is Role.PEER else read_tokens
                 tokens = Current(reader, "llumlets' tokens", files.token_file)
         except ValueError as error:
-            faults.append(f"{flag('token_file')} {error}")
+            faults.append(f"{_flag('token_file')} {error}")
         if faults:
             raise CredentialsError(faults)
         return cls(tls, tokens, role)
@@ -74,7 +151,7 @@ class Credentials:
 
     @property
     def complete(self) -> bool:
-        """Whether both ends of every connection are authenticated, and it is encrypted."""
+        """True if both ends of every connection are authenticated, and it is encrypted."""
         return self.tls_files is not None and self.token_file is not None
 
     @property
@@ -104,85 +181,6 @@ class Credentials:
         value = shown[0].decode("latin-1") if isinstance(shown[0], bytes) else shown[0]
         scheme, _, token = value.partition(" ")
         return tokens.roles(token) if scheme == "Bearer" else frozenset()
-
-    def channel(self, address: Address) -> aio.Channel:
-        """A channel to a llumlet, opened by its first call, with the files as they are now. Every client's channel is
-        made here.
-
-        The scheme is written out: a host called `unix` would be taken for one.
-        """
-        target, tls = f"dns:///{address}", self.tls
-        if tls is None:
-            return aio.insecure_channel(target, options=_OPTIONS)
-        credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
-        return aio.secure_channel(target, credentials, options=_OPTIONS)
-
-    def listen(self, server: aio.Server, address: str) -> int:
-        """Add a port to `server` and return its number. Raises RuntimeError if it cannot be had.
-
-        Each handshake asks for the files as they are then; connections that are open go on."""
-        known = self.tls
-        if known is None:
-            return server.add_insecure_port(address)
-
-        def changed() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal known
-            if (now := self.tls) is known or now is None:
-                return None
-            known = now
-            return _configuration_of(now)
-
-        credentials = grpc.dynamic_ssl_server_credentials(
-            _configuration_of(known),
-            changed,  # type: ignore[arg-type]  # the stubs forget that None keeps what there is
-            require_client_authentication=True,
-        )
-        return server.add_secure_port(address, credentials)
-
-
-def _configuration_of(tls: Tls) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], root_certificates=tls.authority)
-
-
-class RenewedChannel:
-    """A channel to one address that is made anew when the TLS files change. Belongs to one event loop."""
-
-    def __init__(self, credentials: Credentials, address: Address) -> None:
-        self._credentials = credentials
-        self._address = address
-        self._channel: aio.Channel | None = None
-        self._tls: Tls | None = None
-        self._closing: dict[asyncio.Task[None], aio.Channel] = {}
-        """Channels that close once their calls have ended, by what waits for that."""
-
-    def get(self) -> aio.Channel:
-        """The channel for a call that begins now. Calls on a former one go on."""
-        if self._channel is not None and self._tls is not self._credentials.tls:
-            self._let_go(_LONGEST_CALL_S)
-        if self._channel is None:
-            self._tls = self._credentials.tls
-            self._channel = self._credentials.channel(self._address)
-        return self._channel
-
-    def rest(self) -> None:
-        """Let go of the channel and end its calls; the next call opens another."""
-        self._let_go(None)
-
-    async def close(self) -> None:
-        """Ends all calls of this channel, and of former ones."""
-        self._let_go(None)
-        former = dict(self._closing)
-        for waiting in former:
-            waiting.cancel()
-        await asyncio.gather(*former, return_exceptions=True)
-        await asyncio.gather(*(channel.close(None) for channel in former.values()))
-
-    def _let_go(self, grace_s: float | None) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            closing = asyncio.get_running_loop().create_task(channel.close(grace_s))
-            self._closing[closing] = channel
-            closing.add_done_callback(self._closing.pop)
 
 
 NONE: Final = Credentials()

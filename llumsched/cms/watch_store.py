@@ -13,6 +13,7 @@ from typing import Final
 
 from grpc import aio
 
+from llumlet.contract.channels import open_channel
 from llumlet.contract.client import failure_of
 from llumlet.contract.cms.report_links import LinkLost
 from llumlet.contract.proto.llumlet_pb2_grpc import CmsStub
@@ -34,7 +35,7 @@ class WatchStore(FollowedStore):
         self._credentials = credentials
 
     async def _follow(self) -> None:
-        channel = self._credentials.channel(self._address)
+        channel = open_channel(self._address, self._credentials)
         try:
             await self._watch(channel)
         except aio.AioRpcError as error:

@@ -18,6 +18,7 @@ from llumlet.process.credentials import Credentials
 from llumlet.process.kinds import SWITCH
 from llumlet.process.setting_sources import Reading
 from llumlet.process.settings import Group, field_of
+from llumlet.process.tls import server_faults
 from llumlet.protocol.infer_type import InferType
 from llumsched import descriptors
 from llumsched.cluster.domains import FailoverDomain
@@ -42,7 +43,6 @@ from llumsched.scaling.scaling_config import ScalingConfig
 from llumsched.scaling.scaling_config import faults as scaling_faults
 from llumsched.scheduler import process
 from llumsched.scheduler.static_engines import API_KEY_VARIABLE
-from llumsched.tls import server_faults
 
 DESCRIPTION = """Choose an instance for each request of the gateways.
 

@@ -8,8 +8,7 @@ import os
 import sys
 from typing import Final
 
-from llumlet.process.credential_files import CredentialFiles
-from llumlet.process.credentials import Credentials
+from llumlet.process.credentials import CredentialFiles, Credentials
 from llumlet.process.setting_sources import Reading
 from llumlet.process.settings import entries
 from llumsched.console.exit_codes import ExitCode

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients' keys, and how much of each allowance is in use. `key_file` reads them."""
+"""Clients' keys, the limits of each, and what is in use of them.
+
+    {"team-a": {"keys": ["sk-…", "sha256:9f86…"], "requests_per_minute": 600, "concurrent_requests": 32},
+     "batch": {"keys": ["sha256:60fd…"], "requests_per_second": 5, "tokens_in_flight": 200000},
+     "chat": {"keys": ["sha256:2c26…"], "ttft_slo_ms": 500, "tpot_slo_ms": 50}}
+
+A missing limit is none, except `best_priority`, which is then 0. Several keys of one name share its limits: the next
+one is added before the last one is taken away.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,19 +19,67 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
-from llumlet.process.hashed_keys import HashedKeys
-from llumlet.process.secret_files import Current
+from llumlet.process.secret_files import Current, read_secret
+from llumlet.process.tokens import HashedKeys, faults_of
 from llumsched.gateway.errors import Forbidden, Overloaded
-from llumsched.gateway.key_file import Allowance, read_keys
 from llumsched.gateway.objectives import Objectives
 
 _MINUTE_S: Final = 60.0
+_RELOAD_S: Final = 1.0
+"""Time between two looks at the file."""
+_LEAST_CHARACTERS: Final = 16
+_POSITIVE: Final = (
+    "requests_per_second",
+    "requests_per_minute",
+    "concurrent_requests",
+    "tokens_in_flight",
+    "ttft_slo_ms",
+    "tpot_slo_ms",
+)
 UNLIMITED_SHARE: Final = 4
 """Share of `tokens_in_flight`, one in so many, that output without a limit counts for at most: such a request rarely
 reaches the model's length, which alone may exceed the whole allowance."""
 _MOST_SECRETS: Final = 32
+
+
+class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The entry of one name."""
+
+    keys: list[str]
+    requests_per_second: float | None = None
+    requests_per_minute: float | None = None
+    concurrent_requests: int | None = None
+    tokens_in_flight: int | None = None
+    """Limit of the tokens of all its requests in flight: prompts, and the most that they may generate. Output without a
+    limit counts as at most a quarter of this limit."""
+    best_priority: int | None = 0
+    """The lowest `priority` that its requests may ask for (as in vLLM, lower numbers come first); null allows any."""
+    ttft_slo_ms: float | None = None
+    """Objectives of its requests that name none."""
+    tpot_slo_ms: float | None = None
+
+
+def read_keys(path: str) -> dict[str, Allowance]:
+    """Allowances by name. Raises ValueError, which never holds a key."""
+    try:
+        found = msgspec.json.decode(read_secret(path), type=dict[str, Allowance])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    faults = faults_of({name: allowance.keys for name, allowance in found.items()}, _LEAST_CHARACTERS)
+    for name, allowance in found.items():
+        if not allowance.keys:
+            faults.append(f"{name!r} has no keys")
+        for limit in _POSITIVE:
+            if (value := getattr(allowance, limit)) is not None and not value > 0:
+                faults.append(f"{limit} of {name!r} must be positive")
+    if faults:
+        raise ValueError(f"{path}: {'; '.join(faults)}")
+    if not found:
+        raise ValueError(f"{path} holds no keys")
+    return found
 
 
 class Limit(StrEnum):
@@ -176,6 +233,12 @@ class ApiKeys:
         is read when it returns (10,000 keys take 40 ms)."""
         with self._reloading:
             self._file.look()
+
+    async def keep_reading(self) -> None:
+        """Reads the file whenever it has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(_RELOAD_S)
+            await asyncio.to_thread(self.reload)
 
     def _load(self, path: str) -> None:
         allowances = read_keys(path)

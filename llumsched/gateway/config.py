@@ -9,15 +9,14 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.process import kinds
+from llumlet.process import kinds, tls
 from llumlet.process.addresses import Address, is_loopback
 from llumlet.process.kinds import SWITCH, Kind
 from llumlet.process.secret_files import read_secret, read_word
 from llumlet.process.setting_sources import Reading
 from llumlet.process.settings import Group
-from llumsched import tls
 from llumsched.endpoints import Endpoint
-from llumsched.gateway.key_file import read_keys
+from llumsched.gateway.api_keys import read_keys
 from llumsched.gateway.objectives import Objectives, by_model
 
 

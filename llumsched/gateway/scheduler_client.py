@@ -24,6 +24,7 @@ import aiohttp
 from llumlet.process.addresses import Address
 from llumlet.process.secret_files import Bearer
 from llumlet.process.tasks import cancel
+from llumlet.process.tls import client_context
 from llumsched.contract import (
     MODEL_AWAY,
     MODEL_NEEDED,
@@ -41,7 +42,6 @@ from llumsched.contract import (
 from llumsched.endpoints import Endpoint
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import InvalidRequest, UnknownModel
-from llumsched.tls import client_context
 
 _log = logging.getLogger(__name__)
 _AWAY_S: Final = 1.0

@@ -16,13 +16,12 @@ from typing import Any, Final, Self
 import msgspec
 from aiohttp import web
 
+from llumlet.process import tls
 from llumlet.process.addresses import is_loopback
 from llumlet.process.secret_files import Bearer
 from llumlet.process.tasks import cancel, keep_running
-from llumsched import tls
 from llumsched.gateway.access_log import AccessLogger
-from llumsched.gateway.admission import Admission
-from llumsched.gateway.api_keys import TENANT, ApiKeys
+from llumsched.gateway.api_keys import TENANT, ApiKeys, Exceeded, Limit
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.clients import Clients, ClientServer
 from llumsched.gateway.config import Config
@@ -33,12 +32,13 @@ from llumsched.gateway.errors import (
     GatewayError,
     MethodNotAllowed,
     NoInstance,
+    Unauthorized,
     UnknownModel,
     UnknownPath,
     UnsupportedCoding,
 )
 from llumsched.gateway.exchange import Exchanges, failure
-from llumsched.gateway.forwarded import authorization
+from llumsched.gateway.forwarded import authorization, keys_shown
 from llumsched.gateway.gateway_metrics import Metrics
 from llumsched.gateway.objectives import Tally
 from llumsched.gateway.outliers import Limits
@@ -58,6 +58,10 @@ _MODELS_S: Final = 3.0
 """Shortest time between two rounds that ask all instances for their models, for clients that want to know."""
 _FIRST_MODELS_S: Final = 1.0
 """The same while no model is known."""
+_OPEN: Final = frozenset({"/health", "/healthz", "/ping", "/ready"})
+"""Paths that need no key."""
+_UNKNOWN: Final = ""
+_CHALLENGE: Final = {"WWW-Authenticate": "Bearer"}
 _REFUSALS: Final = {Kind.REFUSED: Forbidden, Kind.CANNOT_PASS: CannotPass}
 _NO_SECRETS: Final = (b"",)
 _IDENTITY: Final = "identity"
@@ -134,8 +138,6 @@ class Gateway:
         )
         self.exchanges = Exchanges(self.services, self.access_log)
         self._refusals = Refusals(self.metrics, self.access_log)
-        admission = Admission(self._keys, self._answer, self.metrics, self._refusals) if self._keys else None
-        self._admitted = admission.answer if admission else self._answer
         cors = Cors(self._decoded, self.backends, self._session)
         self._server = ClientServer(config, cors.answer, self._refusals, self._tls)
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
@@ -143,8 +145,8 @@ class Gateway:
         keep["attainment"] = self._keep_telling_attainment
         if self._schedulers is not None:
             keep["schedulers"] = self._schedulers.watch
-        if admission is not None:
-            keep["keys"] = admission.keep_keys
+        if self._keys is not None:
+            keep["keys"] = self._keys.keep_reading
         if config.sse_keepalive_s:
             keep["keep-alive"] = self.exchanges.keep_alive
         if not config.full_mode and config.requests_report_duration_s:
@@ -206,7 +208,23 @@ class Gateway:
         if request.headers.get("Content-Encoding", _IDENTITY).lower() != _IDENTITY:
             error = UnsupportedCoding("Bodies are read as they are: no `Content-Encoding`.", headers=_CODINGS)
             return self._refusals.answer(request, error)
-        return await self._admitted(request)
+        return await self._answer(request) if self._keys is None else await self._checked(request, self._keys)
+
+    async def _checked(self, request: web.BaseRequest, keys: ApiKeys) -> web.StreamResponse:
+        """The answer to a request that shows a known key and stays within its limits, or a refusal."""
+        if request.path in _OPEN:
+            return await self._answer(request)
+        tenant = keys.whose(keys_shown(request.headers))
+        if tenant is None:
+            self.metrics.refused.labels(_UNKNOWN, Limit.KEY).inc()
+            return self._refusals.answer(request, Unauthorized("Unauthorized", headers=_CHALLENGE))
+        request[TENANT] = tenant
+        try:
+            with tenant.request():
+                return await self._answer(request)
+        except Exceeded as error:
+            self.metrics.refused.labels(error.tenant, error.limit).inc()
+            return self._refusals.answer(request, error, error.tenant)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         found = find(request.path)

@@ -21,6 +21,7 @@ from llumlet.process.kinds import MARK, SWITCH, Faulty, Kind
 from llumlet.process.secret_files import read_secret
 from llumlet.process.settings import Group
 from llumlet.process.tasks import cancel, keep_running
+from llumlet.process.tls import checked_ca_file, server_context
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers import HIT_COLUMN, all_request_providers
 from llumsched.cluster.providers.account import Account
@@ -45,11 +46,10 @@ from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsched.scaling.scaling_config import ScalingConfig
 from llumsched.scheduler import scale_advice as scaling
 from llumsched.scheduler import web_page as events
-from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.api import Api
 from llumsched.scheduler.overview import Overview
 from llumsched.scheduler.static_engines import API_KEY_VARIABLE, StaticEngines
-from llumsched.tls import checked_ca_file, server_context
+from llumsched.scheduler_access import ServiceTokens, read_tokens
 
 _EXPIRE_S: Final = 0.5
 _STOP_S: Final = 2.0

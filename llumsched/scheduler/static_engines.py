@@ -19,10 +19,10 @@ import aiohttp
 import msgspec
 
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
+from llumlet.process import tls
 from llumlet.process.addresses import Address
 from llumlet.process.tasks import cancel
 from llumlet.protocol.infer_type import InferType
-from llumsched import tls
 from llumsched.cluster.view import View
 from llumsched.contract import decode
 from llumsched.endpoints import Endpoint

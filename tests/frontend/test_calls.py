@@ -16,8 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from llumlet.contract.block_hashes import HASH_BYTES, adapter_mask, chain, root_of
 from llumlet.contract.server import RunningServer, serve
-from llumlet.process.credential_files import CredentialFiles
-from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.credentials import NONE, CredentialFiles, Credentials
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.origin import replay_words as words

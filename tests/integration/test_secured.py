@@ -18,9 +18,8 @@ import pytest
 from llumlet.contract.client import LlumletClient
 from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.contract.types import Reason
-from llumlet.process.credential_files import CredentialFiles
-from llumlet.process.credentials import NONE, Credentials
-from llumlet.process.roles import Role
+from llumlet.process.credentials import NONE, CredentialFiles, Credentials
+from llumlet.process.tokens import Role
 from tests.integration.conftest import Engines
 from tests.llumlet import messages
 from tests.support.authority import Authority, credential_files, flags_of, token_file

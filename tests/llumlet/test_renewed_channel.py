@@ -11,12 +11,13 @@ import grpc
 import pytest
 from grpc import aio
 
+from llumlet.contract import channels
+from llumlet.contract.channels import RenewedChannel
 from llumlet.process.addresses import Address
-from llumlet.process.credentials import RenewedChannel
 
 
 @pytest.mark.asyncio
-async def test_close_ends_calls_on_former_channels() -> None:
+async def test_close_ends_calls_on_former_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun = asyncio.Event()
 
     async def hangs(request: bytes, context: Any) -> bytes:
@@ -29,7 +30,8 @@ async def test_close_ends_calls_on_former_channels() -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("it", {"Hangs": method}),))
     address = Address("127.0.0.1", server.add_insecure_port("127.0.0.1:0"))
     await server.start()
-    credentials: Any = SimpleNamespace(tls=object(), channel=lambda where: aio.insecure_channel(str(where)))
+    monkeypatch.setattr(channels, "open_channel", lambda where, _: aio.insecure_channel(str(where)))
+    credentials: Any = SimpleNamespace(tls=object())
     renewed = RenewedChannel(credentials, address)
     call = renewed.get().unary_unary("/it/Hangs")(b"")
     waiting = asyncio.ensure_future(call)

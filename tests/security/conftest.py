@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import CredentialFiles
 from tests.support.authority import Authority, credential_files, token_file
 
 

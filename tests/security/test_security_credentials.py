@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from llumlet.process import setting_sources, settings
-from llumlet.process.credential_files import CredentialFiles, CredentialsError
-from llumlet.process.credentials import Credentials
+from llumlet.process.credentials import CredentialFiles, Credentials, CredentialsError
 from tests.support.authority import Authority, flags_of
 from vllm_llumnix import config, hooks
 from vllm_llumnix.errors import ConfigError

@@ -20,8 +20,7 @@ from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnre
 from llumlet.contract.proto import llumlet_pb2
 from llumlet.contract.server import RunningServer, serve
 from llumlet.contract.types import Reason
-from llumlet.process.credential_files import CredentialFiles
-from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.credentials import NONE, CredentialFiles, Credentials
 from tests.llumlet import messages
 from tests.llumlet.fake_agent import FakeAgent, request_info
 from tests.llumsched.conftest import Llumnix, llumnix

@@ -18,8 +18,7 @@ import zmq.asyncio
 from vllm.v1.engine.core_client import AsyncMPClient
 from zmq.utils import z85
 
-from llumlet.process.credential_files import CredentialFiles
-from llumlet.process.credentials import NONE, Credentials
+from llumlet.process.credentials import NONE, CredentialFiles, Credentials
 from llumlet.protocol import wire
 from tests.frontend.conftest import context, directory, engine
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of, until

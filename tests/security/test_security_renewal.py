@@ -21,11 +21,10 @@ from llumlet.contract.cms.directory import CmsDirectory
 from llumlet.contract.cms.report_links import LinkLost
 from llumlet.contract.errors import LlumletUnreachable
 from llumlet.contract.server import serve
+from llumlet.process import tls
 from llumlet.process.addresses import Address
-from llumlet.process.credential_files import CredentialFiles
-from llumlet.process.credentials import Credentials
+from llumlet.process.credentials import CredentialFiles, Credentials
 from llumlet.process.secret_files import Bearer, num_refused
-from llumsched import tls
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.watch_store import WatchStore
 from llumsched.endpoints import Endpoint

@@ -19,12 +19,10 @@ from grpc import aio
 
 from llumlet.contract.client import LlumletClient
 from llumlet.contract.proto import llumlet_pb2
-from llumlet.contract.server import RunningServer, serve
-from llumlet.process.credential_files import CredentialFiles, CredentialsError
-from llumlet.process.credentials import Credentials
-from llumlet.process.roles import ALL, MAY_CALL, Role, may_call
+from llumlet.contract.server import MAY_CALL, RunningServer, may_call, serve
+from llumlet.process.credentials import CredentialFiles, Credentials, CredentialsError
 from llumlet.process.secret_files import Current
-from llumlet.process.tokens import read_tokens
+from llumlet.process.tokens import ALL, Role, read_tokens
 from llumsched.cms.embedded import EmbeddedStore
 from tests.frontend.fakes import until
 from tests.llumlet.fake_agent import FakeAgent, request_info

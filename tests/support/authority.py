@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import CredentialFiles
 
 
 class Authority:

@@ -18,8 +18,8 @@ from llumsched.gateway.paths import PATHS, Kind
 from llumsched.policy.document import Mode
 from llumsched.rescheduling.http import add_debug_routes
 from llumsched.scheduler import api, scale_advice, web_page
-from llumsched.scheduler.access import OF_GATEWAYS
 from llumsched.scheduler.overview import Overview
+from llumsched.scheduler_access import OF_GATEWAYS
 from tests.support.metrics import scheduler
 
 HEAD = """\

@@ -19,7 +19,7 @@ import pytest
 from redis import asyncio as redis
 from redis.exceptions import RedisError
 
-from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import CredentialFiles
 from llumsched.up.ports import free_port
 
 SERVICE = "llumnix-test"

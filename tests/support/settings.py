@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import CredentialFiles
 from llumlet.process.settings import Entry, all_entries, shown_default
 from llumsched.commands import COMMANDS, load
 from vllm_llumnix.config import LlumletConfig, Switch

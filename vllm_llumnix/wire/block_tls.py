@@ -6,8 +6,8 @@ from __future__ import annotations
 import ssl
 from functools import partial
 
-from llumlet.process.renewed_tls import RenewedContext
 from llumlet.process.secret_files import Current, read_secret
+from llumlet.process.tls import RenewedContext
 
 
 def context(certificate: str, key: str, authority: str, *, server_side: bool) -> ssl.SSLContext:

@@ -4,7 +4,7 @@
 Each origin has a key pair of its own, and its public key is part of the address that engines are told by their peers.
 An engine connects to that key only: whoever else answers at the address learns nothing. An engine shows a key that is
 derived from the token of instances, so nothing has to be handed out; an origin accepts those of all tokens that are
-valid when it is asked, see `frontend.key_check`. Each connection has session keys of its own, so a token does not
+valid when it is asked, see `relay_socket.KeyCheck`. Each connection has session keys of its own, so a token does not
 decrypt what was recorded.
 """
 

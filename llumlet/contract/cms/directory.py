@@ -11,13 +11,14 @@ from typing import Final, Protocol
 
 from grpc import aio
 
+from llumlet.contract.channels import RenewedChannel
 from llumlet.contract.client import failure_of
 from llumlet.contract.cms.peers import MAX_PEERS
 from llumlet.contract.cms.report_links import LinkLost
 from llumlet.contract.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.contract.types import PeersRequest, PeersResponse
 from llumlet.process.addresses import Address
-from llumlet.process.credentials import Credentials, RenewedChannel
+from llumlet.process.credentials import Credentials
 
 LOOK_S: Final = 3.0
 """Time for an answer."""

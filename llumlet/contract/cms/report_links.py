@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, cast
 
 from grpc import aio
 
+from llumlet.contract.channels import open_channel
 from llumlet.contract.client import failure_of
 from llumlet.contract.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.contract.types import InstanceMetadata, InstanceReport, InstanceStatus, ReportTaken
@@ -112,7 +113,7 @@ class GrpcLink(Abortable):
         self._call: Any = None
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
-        self._channel = self._credentials.channel(self._address)
+        self._channel = open_channel(self._address, self._credentials)
         self._call = cast(Any, CmsStub(self._channel).Report)(metadata=self._credentials.call_metadata)
         self._call.add_done_callback(lambda _: ended())
         await self.describe(metadata)

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from grpc import aio
 
+from llumlet.contract.channels import open_channel
 from llumlet.contract.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.contract.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
 from llumlet.process.credentials import NONE, Credentials
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.asyncio
 
 @pytest_asyncio.fixture
 async def stub(store: EmbeddedStore) -> AsyncIterator[Any]:
-    async with NONE.channel(store.address) as channel:
+    async with open_channel(store.address, NONE) as channel:
         yield CmsStub(channel)
 
 

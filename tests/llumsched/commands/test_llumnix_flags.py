@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from llumlet.process.credential_files import CredentialFiles
+from llumlet.process.credentials import CredentialFiles
 from llumlet.process.redis_client import connect
 from llumlet.process.settings import all_entries
 from llumsched.cli import prepare

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from llumlet.process import tls
 from llumlet.process.addresses import Address
-from llumsched import tls
 from llumsched.cli import prepare
 from llumsched.endpoints import Endpoint
 from tests.llumsched.gateway.support import cluster

@@ -19,14 +19,13 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from llumlet.process.hashed_keys import HashedKeys
+from llumlet.process.tokens import HashedKeys
 from llumsched.cli import prepare
-from llumsched.gateway import admission, api_keys, background
+from llumsched.gateway import api_keys, background
 from llumsched.gateway.access_log import _line
-from llumsched.gateway.api_keys import ApiKeys, Exceeded, Limit, Tenant
+from llumsched.gateway.api_keys import Allowance, ApiKeys, Exceeded, Limit, Tenant, read_keys
 from llumsched.gateway.body import Body
 from llumsched.gateway.gateway_metrics import Record
-from llumsched.gateway.key_file import Allowance, read_keys
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, until
 from tests.support.authority import Authority
 from tests.support.mock_api import Mock
@@ -366,7 +365,7 @@ def test_rates() -> None:
 
 @pytest.mark.asyncio
 async def test_keys_change_without_a_restart(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_RELOAD_S", 0.02)
+    monkeypatch.setattr(api_keys, "_RELOAD_S", 0.02)
     keys = {"a": {"keys": [FIRST], "concurrent_requests": 1}}
     async with cluster(api_key_file=write(keys), mock=Mock(interval_s=0.05)) as it:
 
@@ -562,7 +561,7 @@ async def test_one_model_is_described_and_another_one_does_not_exist() -> None:
 
 @pytest.mark.asyncio
 async def test_many_keys_are_read_again_beside_the_event_loop(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_RELOAD_S", 0.02)
+    monkeypatch.setattr(api_keys, "_RELOAD_S", 0.02)
     read_by: list[int] = []
 
     def noted(path: str) -> dict[str, Allowance]:

@@ -24,9 +24,8 @@ from llumsched.contract import SchedulingRequest
 from llumsched.gateway.config import Config
 from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
 from llumsched.policy.document import Mode, load_policy
-from llumsched.scheduler.access import OF_GATEWAYS, ServiceTokens, read_tokens
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.scheduler_access import IN_CLEAR, SchedulerAccess
+from llumsched.scheduler_access import IN_CLEAR, OF_GATEWAYS, SchedulerAccess, ServiceTokens, read_tokens
 from llumsched.top.source import Source
 from tests.llumsched import cases
 from tests.llumsched.scheduler.test_cli import parsed

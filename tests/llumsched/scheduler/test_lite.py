@@ -17,12 +17,12 @@ import pytest_asyncio
 from aiohttp import web
 
 from llumlet.process.addresses import Address
+from llumlet.process.tls import server_context
 from llumlet.protocol.infer_type import InferType
 from llumsched.endpoints import Endpoint
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduler.static_engines import StaticEngines
-from llumsched.tls import server_context
 from tests.support.authority import Authority
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]

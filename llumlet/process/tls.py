@@ -1,12 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS of HTTP servers and clients. Changed files apply to the next connection."""
+"""TLS contexts of connections that others open to this process, and of its own. New files are used by the next
+connection. Standard library only."""
 
 from __future__ import annotations
 
 import ssl
+from typing import Any, Self
 
-from llumlet.process.renewed_tls import RenewedContext
 from llumlet.process.secret_files import Current, read_secret
+
+
+class RenewedContext(ssl.SSLContext):
+    """Stands for the context that the files make now: each new connection is made with that one, and open ones go on.
+    For servers and clients, event loops and sockets.
+
+    A new context is made for new files, because loading a certificate whose key does not fit would spoil an old one.
+    """
+
+    def __new__(cls, current: Current[ssl.SSLContext]) -> Self:
+        return super().__new__(cls, current.value.protocol)
+
+    def __init__(self, current: Current[ssl.SSLContext]) -> None:
+        self._current = current
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        return self._current.value.wrap_bio(*args, **kwargs)
+
+    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
+        return self._current.value.wrap_socket(*args, **kwargs)
 
 
 def server_context(certfile: str, keyfile: str) -> ssl.SSLContext:
@@ -15,12 +36,12 @@ def server_context(certfile: str, keyfile: str) -> ssl.SSLContext:
 
 
 def _read_server(certfile: str, keyfile: str) -> ssl.SSLContext:
-    read_secret(keyfile)
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.set_alpn_protocols(["http/1.1"])
+    read_secret(keyfile)
     # A key with a passphrase is refused, not asked for at a terminal that may not be there.
     made.load_cert_chain(certfile, keyfile, password="")
-    made.set_alpn_protocols(["http/1.1"])
     return made
 
 

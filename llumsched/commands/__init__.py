@@ -11,7 +11,7 @@ from llumlet.process.setting_sources import Reading
 
 
 class Command(Protocol):
-    """The interface of a command's module."""
+    """The interface of a command's module, or of what it calls COMMAND."""
 
     DESCRIPTION: str
     """The text of the command's own `--help`."""
@@ -49,5 +49,5 @@ WITH_FURTHER: Final = frozenset({"up", "doctor"})
 def load(name: str) -> Command:
     """The module of one of COMMANDS."""
     module: Any = importlib.import_module(f"{__name__}.{name}_command")
-    command: Command = module
+    command: Command = getattr(module, "COMMAND", module)
     return command

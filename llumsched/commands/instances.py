@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from llumlet.contract.client import LlumletClient
 from llumlet.process import kinds
@@ -16,8 +17,9 @@ from llumlet.process.kinds import Kind
 from llumlet.process.setting_sources import Reading
 from llumsched.cms.look import CmsUnreachable, look
 from llumsched.cms.store import LISTEN, name_of, store_faults
-from llumsched.commands.arguments import OPTIONS
-from llumsched.console.fan_out import LlumletAnswer, ask_all
+from llumsched.commands.arguments import OPTIONS, Output
+from llumsched.console import output
+from llumsched.console.fan_out import LlumletAnswer, ask_all, report_failures
 from llumsched.contract import SCHEDULER_PORT
 
 CMS_VARIABLE: Final = "LLUMNIX_CMS"
@@ -159,3 +161,44 @@ def places(reading: Reading, texts: Iterable[tuple[str, str]], cms: str) -> Plac
 def words(arguments: Iterable[str]) -> list[str]:
     """The values of a repeatable argument with commas."""
     return [text for argument in arguments for text in argument.split(",")]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[T]):
+    """A command that asks instances one question, and shows their answers as a table or as one JSON object each."""
+
+    DESCRIPTION: str
+    ask: Callable[[LlumletClient], Awaitable[T]]
+    document: Callable[[T | None], dict[str, object]]
+    """The JSON of an answer; None: there is none."""
+    columns: Sequence[str]
+    rows: Callable[[str, T], Iterable[Sequence[str]]]
+    """Rows of the table for the answer of the llumlet at an address."""
+    nothing: str = ""
+    """Text to print if no answer has a row."""
+    SETTINGS: tuple[type, ...] = (Named, ClusterAddress, Cms, Output)
+
+    def prepare(self, reading: Reading) -> tuple[Places, bool]:
+        return named(reading), reading.make_with_defaults(Output).json
+
+    def run(self, prepared: tuple[Places, bool], credentials: Credentials) -> int:
+        places, as_json = prepared
+        answers = asyncio.run(places.ask(self.ask, credentials))
+        if as_json:
+            for answer in answers:
+                document = {"address": answer.where, "error": answer.error_dict()}
+                output.print_json(document | self.document(answer.value))
+        else:
+            self._print_table(answers)
+        return report_failures(answers, quiet=as_json)
+
+    def _print_table(self, answers: Iterable[LlumletAnswer[T]]) -> None:
+        answered = [(answer.where, answer.value) for answer in answers if answer.value is not None]
+        table = output.table(self.columns)
+        for where, value in answered:
+            for row in self.rows(where, value):
+                table.add_row(*map(output.clean, row))
+        if table.row_count:
+            output.console().print(table)
+        elif answered and self.nothing:
+            output.console().print(self.nothing)

@@ -25,7 +25,7 @@ from llumsched.commands.arguments import OPTIONS, Output
 from llumsched.console import output
 from llumsched.console.exit_codes import ExitCode
 from llumsched.latency.online import learn
-from llumsched.latency.profile import Profile, for_llumnix, profile_of
+from llumsched.latency.profile import Profile, profile_of
 from llumsched.profiler import Cell, ProfileFailed, Target, cells, measure
 from llumsched.scheduler.static_engines import API_KEY_VARIABLE
 
@@ -55,9 +55,6 @@ class ProfileOptions:
         "", kinds.text("NAME"), "name of the model at the API server; empty takes the first that is served"
     )
     output: str = OPTIONS.setting("profile.json", kinds.text("FILE"), "file to write the profile to")
-    llumnix_prefix: str = OPTIONS.setting(
-        "", kinds.text("PREFIX"), "also write PREFIX-ttft.json and PREFIX-tpot.json, in Llumnix's form"
-    )
     most_prompt_tokens: int = OPTIONS.setting(8192, kinds.integer(at_least=16), "longest prompt to send, in tokens")
     most_requests: int = OPTIONS.setting(32, kinds.integer(at_least=1), "largest batch to send, in requests")
 
@@ -77,9 +74,6 @@ def run(prepared: tuple[ProfileOptions, bool], credentials: Credentials) -> int:
     try:
         profile = asyncio.run(_profile(options, credentials))
         Path(options.output).write_text(profile.written(f"by llumnix profile of {profile.source}"))
-        if options.llumnix_prefix:
-            for name, text in zip(("ttft", "tpot"), for_llumnix(profile), strict=True):
-                Path(f"{options.llumnix_prefix}-{name}.json").write_text(text)
     except (LlumletUnreachable, aiohttp.ClientError, TimeoutError) as error:
         print(f"llumnix profile: {error or 'no answer'}", file=sys.stderr)
         return ExitCode.UNREACHABLE

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from llumlet.contract.client import LlumletClient
 from llumlet.contract.types import ListRequestsResponse, Mode, MoveInfo, MovePhase, RequestInfo, reason_word, word
-from llumlet.process.credentials import Credentials
-from llumlet.process.setting_sources import Reading
-from llumsched.commands import instances
-from llumsched.commands.arguments import Output
+from llumsched.commands.instances import Listing
 from llumsched.console import output
-from llumsched.console.fan_out import LlumletAnswer, report_failures
 
-DESCRIPTION = """List the requests of instances.
+_DESCRIPTION = """List the requests of instances.
 
 MOVABLE shows how a request would move now: live, with its KV cache; recompute, as tokens from which the destination
 computes its KV cache again; waiting, without any KV cache yet. Or it shows the reason why the request cannot move.
@@ -38,39 +34,9 @@ _COLUMNS = (
 )
 
 
-SETTINGS: Final = (instances.Named, instances.ClusterAddress, instances.Cms, Output)
-
-
-def prepare(reading: Reading) -> tuple[instances.Places, bool]:
-    return instances.named(reading), reading.make_with_defaults(Output).json
-
-
-def run(prepared: tuple[instances.Places, bool], credentials: Credentials) -> int:
-    places, as_json = prepared
-    answers = asyncio.run(places.ask(LlumletClient.list_requests, credentials))
-    if as_json:
-        for answer in answers:
-            output.print_json(_document(answer))
-    else:
-        _print_table(answers)
-    return report_failures(answers, quiet=as_json)
-
-
-def _document(answer: LlumletAnswer[ListRequestsResponse]) -> dict[str, object]:
-    document: dict[str, object] = {"address": answer.where, "error": answer.error_dict()}
-    return document | (output.to_dict(answer.value) if answer.value is not None else {})
-
-
-def _print_table(answers: list[LlumletAnswer[ListRequestsResponse]]) -> None:
-    rows = output.table(_COLUMNS)
-    for answer in answers:
-        if answer.value is not None:
-            for request in answer.value.requests:
-                rows.add_row(*map(output.clean, (answer.value.instance_id, *_row(request))))
-    if rows.row_count:
-        output.console().print(rows)
-    elif any(answer.value is not None for answer in answers):
-        output.console().print("no requests")
+def _rows(_: str, listed: ListRequestsResponse) -> Iterator[list[str]]:
+    for request in listed.requests:
+        yield [listed.instance_id, *_row(request)]
 
 
 def _row(request: RequestInfo) -> list[str]:
@@ -99,3 +65,13 @@ def _move(move: MoveInfo) -> str:
     arrow = "→" if move.direction == MoveInfo.OUT else "←"
     peer = move.peer_instance_id or move.peer_address
     return f"{arrow} {peer} {word(MovePhase, move.phase)} {move.transport}".rstrip()
+
+
+COMMAND: Final = Listing(
+    _DESCRIPTION,
+    LlumletClient.list_requests,
+    lambda listed: {} if listed is None else output.to_dict(listed),
+    _COLUMNS,
+    _rows,
+    "no requests",
+)

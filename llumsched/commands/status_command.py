@@ -8,14 +8,10 @@ from typing import Final
 
 from llumlet.contract.client import LlumletClient
 from llumlet.contract.types import NOT_WELL, Health, InstanceMetadata, InstanceStatus, word
-from llumlet.process.credentials import Credentials
-from llumlet.process.setting_sources import Reading
-from llumsched.commands import instances
-from llumsched.commands.arguments import Output
+from llumsched.commands.instances import Listing
 from llumsched.console import output
-from llumsched.console.fan_out import LlumletAnswer, report_failures
 
-DESCRIPTION = """Show the load and the settings of instances.
+_DESCRIPTION = """Show the load and the settings of instances.
 
 BLOCKS counts KV blocks in use / in all. HELD counts the blocks of moves: pinned for a move out + reserved for a move
 in + draining after a copy that is being stopped. OUT and IN count moves now / at most. MOVES shows how requests move:
@@ -41,38 +37,13 @@ _COLUMNS = (
 )
 
 
-SETTINGS: Final = (instances.Named, instances.ClusterAddress, instances.Cms, Output)
-
-
-def prepare(reading: Reading) -> tuple[instances.Places, bool]:
-    return instances.named(reading), reading.make_with_defaults(Output).json
-
-
-def run(prepared: tuple[instances.Places, bool], credentials: Credentials) -> int:
-    places, as_json = prepared
-    answers = asyncio.run(places.ask(_ask, credentials))
-    if as_json:
-        for answer in answers:
-            output.print_json(_document(answer))
-    else:
-        rows = output.table(_COLUMNS)
-        for answer in answers:
-            if answer.value is not None:
-                rows.add_row(*map(output.clean, _row(answer.where, *answer.value)))
-        if rows.row_count:
-            output.console().print(rows)
-    return report_failures(answers, quiet=as_json)
-
-
 async def _ask(client: LlumletClient) -> tuple[InstanceStatus, InstanceMetadata]:
     return await asyncio.gather(client.get_instance_status(), client.get_instance_metadata())
 
 
-def _document(answer: LlumletAnswer[tuple[InstanceStatus, InstanceMetadata]]) -> dict[str, object]:
-    status, metadata = answer.value or (None, None)
+def _document(answer: tuple[InstanceStatus, InstanceMetadata] | None) -> dict[str, object]:
+    status, metadata = answer or (None, None)
     return {
-        "address": answer.where,
-        "error": answer.error_dict(),
         "status": None if status is None else output.to_dict(status),
         "metadata": None if metadata is None else output.to_dict(metadata),
     }
@@ -106,3 +77,6 @@ def _state(status: InstanceStatus) -> str:
         busy = f" in {status.busy_with}" if status.busy_with else ""
         return f"{word(Health, status.health)}, {status.loop_age_ms / 1e3:.1f} s{busy}"
     return "schedulable" if status.schedulable else "closed"
+
+
+COMMAND: Final = Listing(_DESCRIPTION, _ask, _document, _COLUMNS, lambda address, answer: [_row(address, *answer)])

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from typing import Self
 
-from rich.console import Group
-from rich.live import Live
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -68,44 +65,27 @@ class JsonDisplay:
 
 
 class TextDisplay:
-    """A live table on stderr if that is a terminal, otherwise a line per phase; the result on stdout.
-
-    The table shows at most a screenful of running moves; the result shows all.
-    """
+    """A line for each phase of a move on stderr; a table of all moves on stdout at the end."""
 
     def __init__(self) -> None:
         self._moves: dict[str, types.MoveProgress] = {}
         self._screen = output.console(stderr=True)
-        self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        if self._screen.is_terminal:
-            self._live = Live(
-                get_renderable=self.frame,
-                console=self._screen,
-                transient=True,
-                refresh_per_second=8,
-            )
-            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        if self._live is not None:
-            self._live.stop()
+        pass
 
     def progress(self, progress: types.MoveProgress) -> None:
         before = self._moves.get(progress.request_id)
         self._moves[progress.request_id] = progress
-        if self._live is None and (before is None or before.phase != progress.phase):
+        if before is None or before.phase != progress.phase:
             name = word(types.MovePhase, progress.phase)
             why = f" ({reason_word(progress.reason)})" if progress.reason else ""
             self._screen.print(output.clean(f"{progress.request_id}: {name}{why}"))
 
     def summary(self, summary: types.MoveSummary, code: ExitCode) -> None:
-        self._clear()
         self._print_moves()
         screen = output.console()
         if code == ExitCode.NOTHING_SELECTED:
@@ -125,13 +105,6 @@ class TextDisplay:
 
     def interrupted(self) -> None:
         self._screen.print(f"interrupted. {_GO_ON}" if self._moves else "interrupted.")
-
-    def frame(self) -> Group:
-        moves = list(self._moves.values())
-        under_way = [move for move in moves if move.phase not in types.OUTCOMES]
-        settled = f"{len(moves) - len(under_way)} of {len(moves)} settled"
-        shown = under_way[: max(self._screen.height - 8, 1)]
-        return Group(_table(shown), Spinner("dots", settled)) if shown else Group(settled)
 
     def _print_moves(self) -> None:
         if not self._moves:

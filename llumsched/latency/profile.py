@@ -8,15 +8,13 @@ Ours has the five numbers, and where they come from:
 
 Llumnix's have grids of measured milliseconds, of which it uses the medians: one of times to the first token by prompt
 length, one of times between tokens by batch and tokens of each request. They become steps to which the same five
-numbers are fitted; in the other direction the grid is what the numbers say. Where Llumnix's predictor is infinite
-beyond its grid, this one goes on.
+numbers are fitted. Where Llumnix's predictor is infinite beyond its grid, this one goes on.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +26,6 @@ from llumsched.latency.online import FEWEST_STEPS, LearntModel, learn
 _VERSION: Final = 1
 _MOST_BYTES: Final = 64 << 20
 _MOST_RESULTS: Final = 100_000
-PROMPTS: Final = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LENGTHS: Final = (8, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""The grid of what is written for Llumnix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +96,6 @@ def read_llumnix(paths: Sequence[str]) -> Profile:
     if len(steps) < FEWEST_STEPS:
         raise ValueError(f"profiles {', '.join(paths)}: {len(steps)} results are too few, {FEWEST_STEPS} at least")
     return profile_of(learn(steps), named[0] if named else "", ", ".join(paths))
-
-
-def for_llumnix(profile: Profile) -> tuple[str, str]:
-    """Texts of Llumnix's two files: of first tokens, and of decodes."""
-    a, b, c, d, e = profile.coefficients
-    ttft = [{"tokens_num": n, **_times(a + b * n + c * pairs(0, n))} for n in PROMPTS]
-    tpot = [
-        {"batch_size": batch, "tokens_per_request": length, **_times(a + d * batch + e * batch * length)}
-        for batch in BATCHES
-        for length in LENGTHS
-    ]
-    metadata = {
-        "model": profile.model,
-        "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "description": f"by a step model of {profile.num_steps} steps ({profile.source})",
-    }
-    first, later = ({"metadata": metadata, "results": results} for results in (ttft, tpot))
-    return json.dumps(first, indent=1) + "\n", json.dumps(later, indent=1) + "\n"
-
-
-def _times(seconds: float) -> dict[str, Any]:
-    value = round(seconds * 1e3, 6)
-    return dict.fromkeys(("mean", "min", "max", "p50", "p95", "p99"), value) | {"std": 0.0, "raw_data": []}
 
 
 def _document(path: str) -> Mapping[str, Any]:

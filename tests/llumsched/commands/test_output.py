@@ -65,15 +65,8 @@ def test_durations(seconds: float, text: str) -> None:
     assert output.duration(seconds) == text
 
 
-def test_the_live_table_shows_what_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_phase_of_a_move_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     display = TextDisplay()
-    for number in range(200):
-        display.progress(MoveProgress(request_id=f"r-{number}", phase="COPYING"))
-    display.progress(MoveProgress(request_id="r-0", phase="MOVED"))
-    capsys.readouterr()
-    output.console().print(display.frame())
-    shown = capsys.readouterr().out
-    assert "1 of 200 settled" in shown
-    assert "r-1 " in shown
-    assert "r-0 " not in shown
-    assert len(shown.splitlines()) < 40
+    for phase in ("COPYING", "COPYING", "MOVED"):
+        display.progress(MoveProgress(request_id="r-0", phase=phase))
+    assert capsys.readouterr().err.splitlines() == ["r-0: copying", "r-0: moved"]

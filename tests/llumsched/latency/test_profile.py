@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llumsched.latency.fitting import Coefficients
-from llumsched.latency.profile import BATCHES, LENGTHS, PROMPTS, Profile, for_llumnix, read_llumnix, read_profile
+from llumsched.latency.profile import Profile, read_llumnix, read_profile
+from tests.llumsched.latency.llumnix import BATCHES, LENGTHS, PROMPTS, for_llumnix
 from tests.llumsched.latency.test_fitting import TRUE
 
 PROFILE = Profile("m", TRUE, 812, 0.02, "here")
@@ -116,13 +116,3 @@ def test_files_of_different_models_are_not_put_together(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         read_profile(str(tmp_path / "none.json"))
-
-
-def test_what_is_written_for_llumnix_has_what_it_reads() -> None:
-    for document in (TTFT, TPOT):
-        assert document["metadata"].keys() == {"model", "timestamp", "description"}
-        for result in document["results"]:
-            assert {"mean", "std", "min", "max", "p50", "p95", "p99", "raw_data"} <= result.keys()
-            assert result["p50"] > 0
-    none = Coefficients(0.03, 0.0, 0.0, 0.0, 0.0)
-    assert json.loads(for_llumnix(Profile("m", none, 0, 0.0, ""))[1])["results"][0]["p50"] == pytest.approx(30.0)

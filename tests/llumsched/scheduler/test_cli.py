@@ -21,7 +21,7 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cli import prepare
 from llumsched.commands import scheduler_command as scheduler
 from llumsched.endpoints import Endpoint
-from llumsched.latency.profile import Profile, for_llumnix
+from llumsched.latency.profile import Profile
 from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.policy.filters import MetricBasedFilter
 from llumsched.rescheduling.planning.policies import load_rescheduling_policy
@@ -29,6 +29,7 @@ from llumsched.scheduler.process import SchedulerConfig
 from tests.llumlet.fake_agent import until
 from tests.llumsched import cases
 from tests.llumsched.conftest import start
+from tests.llumsched.latency.llumnix import for_llumnix
 from tests.llumsched.latency.test_fitting import TRUE
 from tests.llumsched.rescheduling.test_arguments import FLAGS
 

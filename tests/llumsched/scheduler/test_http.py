@@ -16,11 +16,12 @@ import pytest_asyncio
 
 from llumlet.contract.types import StepSample
 from llumsched.contract import MAX_BODY_BYTES
-from llumsched.latency.profile import Profile, for_llumnix
+from llumsched.latency.profile import Profile
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.filters import StalenessFilter
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from tests.llumsched import cases
+from tests.llumsched.latency.llumnix import for_llumnix
 from tests.llumsched.latency.test_fitting import TRUE, steps
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]

@@ -107,7 +107,7 @@ class SchedulingRequest(Request, frozen=True, kw_only=True):
         """The same with the number of the prompt's tokens. Raises ValueError for invalid token ids or block names."""
         if len(self.prompt_blocks) % HASH_BYTES or (self.prompt_blocks and not self.prompt_block_size):
             size = self.prompt_block_size
-            raise ValueError(f"prompt_blocks: {len(self.prompt_blocks)} bytes are no names of blocks of {size} tokens")
+            raise ValueError(f"prompt_blocks: {len(self.prompt_blocks)} bytes are not names of blocks of {size} tokens")
         if self.prompt_num_tokens or isinstance(self.prompt_token_ids, UnsetType):
             return self
         return replace(self, prompt_num_tokens=len(self._token_ids()))

@@ -26,7 +26,7 @@ def load_values(group: str, built_in: Mapping[str, T], fault: Callable[[str, obj
         except Exception as error:  # noqa: BLE001 - whatever a foreign module raises when it is imported
             said = f"does not load: {type(error).__name__}: {error}"
         if said is None and entry.name in values and values[entry.name] is not value:
-            said = "takes a name that is taken"
+            said = "has a name that is in use already"
         if said is None:
             values[entry.name] = value
         else:

@@ -157,7 +157,7 @@ def file(check: Callable[[str], object]) -> Kind[str]:
 
 def is_file(path: str) -> None:
     if not Path(path).is_file():
-        raise ValueError(f"{path!r} is no file")
+        raise ValueError(f"{path!r} is not a file")
 
 
 def faults_of(error: ValueError) -> list[str]:

@@ -92,10 +92,10 @@ class Reading:
                 raise
 
     def of_other_modes(self, mode: str) -> list[str]:
-        """Faults of what was said and is of no use in `mode`."""
+        """Faults of what was said and has no effect in `mode`."""
         settings = [entry.setting for entry in all_entries(self._values)]
         return [
-            f"{self.given[setting.flag]} is of no use in {mode} mode"
+            f"{self.given[setting.flag]} has no effect in {mode} mode"
             for setting in settings
             if setting.flag in self.given and setting.mode not in ("", mode)
         ]
@@ -169,11 +169,10 @@ def _of_file(path: str, settings: Mapping[str, Setting], faults: list[str]) -> d
         texts = [one.value for one in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
         if name not in by_name:
             close = difflib.get_close_matches(name, by_name, 1)
-            faults.append(
-                f"{where} is no setting; {f'did you mean {close[0]}?' if close else 'see docs/reference/settings.md'}"
-            )
+            hint = f"did you mean {close[0]}?" if close else "see docs/reference/settings.md"
+            faults.append(f"{where} is not a setting; {hint}")
         elif by_name[name].flag in found:
-            faults.append(f"{where} is there twice")
+            faults.append(f"{where} is repeated")
         elif not all(isinstance(text, str) for text in texts):
             faults.append(f"{where} is neither a value nor a list of values")
         else:

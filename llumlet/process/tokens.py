@@ -75,7 +75,7 @@ def faults_of(keys: Mapping[str, Iterable[str]], least: int) -> list[str]:
                     "sha256: and 64 hexadecimal digits"
                 )
             elif (digest := _digest_of(key)) in seen:
-                found.append(f"key {number} of {owner!r} is there twice")
+                found.append(f"key {number} of {owner!r} is repeated")
             else:
                 seen.add(digest)
     return found

@@ -174,7 +174,7 @@ class View(Mapping[str, Instance]):
             fault = getattr(hear, "__qualname__", repr(hear)), type(error)
             if fault not in self._faults:
                 self._faults.add(fault)
-                logger.exception("%s of instance %s raised; not said again", fault[0], instance.id)
+                logger.exception("%s of instance %s raised; further ones are not logged", fault[0], instance.id)
 
 
 def _without_time(metadata: InstanceMetadata) -> InstanceMetadata:

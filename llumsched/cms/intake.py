@@ -80,7 +80,7 @@ class Intake:
                 why = _shared(metadata, known.metadata)
                 raise ReportRefused(f"a later life of the instance has begun: {why}", hopeless=True)
             self._bury(known.id, known.metadata.incarnation)
-            logger.info("Instance %s has been started anew", known.id)
+            logger.info("Instance %s has restarted", known.id)
         elif known is None:
             logger.info("Instance %s has appeared", metadata.instance_id)
         self._view.put_metadata(metadata)

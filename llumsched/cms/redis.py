@@ -163,7 +163,7 @@ class RedisStore(FollowedStore):
     def _refuse(self, instance_id: str, why: str) -> None:
         if self._refused.get(instance_id) != why and len(self._refused) < MAX_INSTANCES:
             self._refused[instance_id] = why
-            logger.warning("What %s holds of instance %s is not taken: %s", self._name, instance_id, why)
+            logger.warning("%s has a faulty record of instance %s, which is ignored: %s", self._name, instance_id, why)
 
 
 async def _stay_with_master(client: Any) -> None:
@@ -189,4 +189,4 @@ def _parse(message: InstanceMetadata | InstanceStatus, value: bytes) -> None:
     try:
         message.ParseFromString(value)
     except DecodeError as error:
-        raise ReportRefused("it is no such message") from error
+        raise ReportRefused("it is not a valid message") from error

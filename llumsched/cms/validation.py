@@ -48,7 +48,7 @@ def metadata_faults(metadata: InstanceMetadata) -> list[str]:
         elif not text.isprintable():
             faults.append(f"{field} has characters that cannot be printed")
     if metadata.instance_type not in tuple(InferType):
-        faults.append(f"instance_type {metadata.instance_type[:40]!r} is none of {', '.join(InferType)}")
+        faults.append(f"instance_type {metadata.instance_type[:40]!r} is not one of {', '.join(InferType)}")
     for field in ("llumlet_port", "api_server_port"):
         if not 0 <= getattr(metadata, field) < 65536:
             faults.append(f"{field} {getattr(metadata, field)} is not a port")

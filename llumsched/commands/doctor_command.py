@@ -39,7 +39,7 @@ def prepare(reading: Reading) -> list[str]:
     """The arguments of `vllm-llumnix doctor`."""
     options = reading.make_with_defaults(DoctorOptions)
     if reading.further and not options.model:
-        reading.faults.append("flags after -- are the model's: name it with --model")
+        reading.faults.append("flags after -- need --model")
     words = ["--json"] * reading.make_with_defaults(Output).json + ["--adapt"] * options.adapt
     return [*words, *(["--model", options.model, "--", *reading.further] if options.model else [])]
 
@@ -47,6 +47,6 @@ def prepare(reading: Reading) -> list[str]:
 def run(arguments: list[str], _: Credentials) -> int:
     command = Path(sys.executable).with_name("vllm-llumnix")
     if not command.exists():
-        print(f"llumnix doctor: {command} is not there: run it where the engines' Python is", file=sys.stderr)
+        print(f"llumnix doctor: {command} was not found: run it with the engines' Python", file=sys.stderr)
         return ExitCode.USAGE
     return subprocess.run([command, "doctor", *arguments]).returncode

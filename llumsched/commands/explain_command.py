@@ -146,12 +146,12 @@ def _useless(reading: Reading, dry_run: PassQuestion) -> Iterator[str]:
     """Faults of arguments that have no effect on this question."""
     if not dry_run.rescheduling:
         if "--policy" in reading.given:
-            yield f"{reading.given['--policy']} is of no use without --rescheduling"
+            yield f"{reading.given['--policy']} has no effect without --rescheduling"
         return
     shared = {entry.setting.flag for entry in entries(PassQuestion)}
     for entry in entries(RequestQuestion):
         if (flag := entry.setting.flag) in reading.given and flag not in shared:
-            yield f"{reading.given[flag]} is of no use with --rescheduling"
+            yield f"{reading.given[flag]} has no effect with --rescheduling"
 
 
 def run(explanation: Explanation, _: Credentials) -> int:

@@ -131,7 +131,7 @@ class Places:
             unknown = [each for each in self.places if isinstance(each, str) and each not in view]
             if unknown:
                 known = ", ".join(sorted(view)) or "none"
-                detail = f"it knows no instance {', '.join(unknown)} (but {known})"
+                detail = f"it knows no instance {', '.join(unknown)} (known: {known})"
                 raise CmsUnreachable(name_of(self.cms), detail)
             return [view[each].llumlet if isinstance(each, str) else each for each in self.places]
 

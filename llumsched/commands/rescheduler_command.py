@@ -62,7 +62,7 @@ def prepare(reading: Reading) -> tuple[str, Http, ReschedulingConfig, CacheSetti
             "--colocated-rescheduling-mode is for `llumnix scheduler`; here it is --standalone-rescheduling-mode"
         )
     if switches.enable is False:
-        reading.faults.append("--enable-rescheduling=false leaves nothing to do")
+        reading.faults.append("--enable-rescheduling=false leaves this process nothing to do; omit it")
     http = reading.make(Http)
     reading.check(_host_faults, http)
     return cms, http, config, caches.prepare(reading)

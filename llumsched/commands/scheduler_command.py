@@ -236,8 +236,8 @@ def _cache_faults(config: process.SchedulerConfig, given: Container[str]) -> Ite
     for flag in _OF_CACHES:
         if flag in given:
             yield (
-                f"{flag} is of no use with the policy {config.policy.name}, which heeds no prefix cache: "
-                "prefix-cache does, and --enable-cache-aware-scheduling makes it known to any policy"
+                f"{flag} has no effect with the policy {config.policy.name}, which reads no prefix cache: "
+                "use the policy prefix-cache, or --enable-cache-aware-scheduling to follow caches under any policy"
             )
 
 
@@ -265,8 +265,8 @@ def _warnings(config: process.SchedulerConfig) -> Iterator[str]:
     """Warnings about settings that are valid and probably not intended."""
     if config.cache_aware and not config.policy.heeds_prefixes:
         yield (
-            f"--enable-cache-aware-scheduling: no formula of the policy {config.policy.name} reads what prefix caches "
-            "hold: nothing is placed by it; the policy prefix-cache does"
+            f"--enable-cache-aware-scheduling changes no placement: no formula of the policy {config.policy.name} "
+            "reads prefix caches; the policy prefix-cache does"
         )
 
 

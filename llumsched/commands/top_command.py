@@ -70,7 +70,7 @@ def prepare(reading: Reading) -> Top:
 
 def _terminal_faults(top: Top) -> Iterator[str]:
     if not (top.options.once or top.as_json or sys.stdout.isatty()):
-        yield "the output is no terminal: add --once or --json"
+        yield "the output is not a terminal: add --once or --json"
 
 
 def run(top: Top, credentials: Credentials) -> int:

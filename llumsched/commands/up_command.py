@@ -38,9 +38,9 @@ def prepare(reading: Reading) -> UpConfig:
         reading.faults.append("--engines and --autoscale exclude each other")
     if "--autoscale" not in reading.given:
         in_vain = [where for flag, where in reading.given.items() if flag.startswith("--autoscale-")]
-        reading.faults += [f"{where} is of no use without --autoscale" for where in in_vain]
+        reading.faults += [f"{where} has no effect without --autoscale" for where in in_vain]
     if _CREDENTIALS.intersection(reading.given.values()):
-        reading.faults.append("credentials are for several hosts; here everything but the gateway listens at loopback")
+        reading.faults.append("credentials have no effect here: everything but the gateway listens on loopback")
     return config
 
 

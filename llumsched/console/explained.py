@@ -42,7 +42,7 @@ def show_decisions(answer: dict[str, Any]) -> None:
     old = f", view {answer['view_age_s']:.1f} s old" if answer["view_age_s"] else ""
     old += ", warming up: nothing is placed yet" if answer["warming"] else ""
     for stage in answer["stages"]:
-        second = ", nobody passed all filters" if stage["fallback"] else ""
+        second = ", no instance passed all filters" if stage["fallback"] else ""
         chosen = f"{stage['infer_type']}: {stage['chosen'] or 'nobody'}"
         _say(console, f"{chosen} ({answer['policy']}, {answer['mode']} mode, {stage['selector']}{second}{old})")
         _show_stage(console, stage)

@@ -281,7 +281,7 @@ class Dispatcher:
             if request.model in self.models:
                 return NotPlaced(NotPlacedKind.MODEL_AWAY, f"no instance serves {request.model!r}")
             return NotPlaced(
-                NotPlacedKind.ENDPOINT_NOT_FOUND, f"endpoint not found: nobody serves model {request.model!r}"
+                NotPlacedKind.ENDPOINT_NOT_FOUND, f"endpoint not found: no instance serves model {request.model!r}"
             )
         if (wrong_model | wrong_type).all():
             return NotPlaced(

@@ -49,7 +49,7 @@ class AccessLogger:
             self._num_dropped += len(lines)
             self._dropped.inc(len(lines))
         elif self._num_dropped:
-            _log.warning("%d lines of the access log were dropped: stdout took nothing", self._num_dropped)
+            _log.warning("%d lines of the access log were dropped: stdout is blocked", self._num_dropped)
             self._num_dropped = 0
 
 

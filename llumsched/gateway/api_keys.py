@@ -146,7 +146,7 @@ class Tenant:
         self._check_concurrent(1)
         wait_s = max((bucket.wait_s() for bucket in self._buckets), default=0.0)
         if wait_s:
-            raise Exceeded("This key has asked too often.", self.name, Limit.RATE, wait_s)
+            raise Exceeded("This API key has exceeded its rate of requests.", self.name, Limit.RATE, wait_s)
         for bucket in self._buckets:
             bucket.take()
         self._num_requests += 1
@@ -178,7 +178,7 @@ class Tenant:
         most = self.allowance.concurrent_requests
         if number and most is not None and self._num_requests + number > most:
             worth = f" This one counts as {number + 1}." if number > 1 else ""
-            raise Exceeded(f"This key may have {most} requests in flight.{worth}", self.name, Limit.CONCURRENT)
+            raise Exceeded(f"This API key allows {most} requests in flight.{worth}", self.name, Limit.CONCURRENT)
 
     @property
     def limits_flight(self) -> bool:
@@ -193,7 +193,9 @@ class Tenant:
         """Checks the priority that a request's body asks for. Raises PriorityRefused."""
         best = self.allowance.best_priority
         if best is not None and asked < best:
-            raise PriorityRefused(f"This key's requests have a `priority` of {best} or more (lower ones come first).")
+            raise PriorityRefused(
+                f"`priority` {asked} is refused: this API key allows {best} or more (lower numbers come first)."
+            )
 
     @contextmanager
     def tokens(self, num_prompt: int, num_output: int) -> Iterator[None]:
@@ -204,7 +206,7 @@ class Tenant:
         if most is not None:
             number = min(number, max(most, num_prompt))
             if self._num_tokens + number > most:
-                text = f"This key may have {most} tokens in flight, prompts and the most that they may generate."
+                text = f"This API key allows {most} tokens in flight: prompts and the longest outputs."
                 raise Exceeded(text, self.name, Limit.TOKENS)
         self._num_tokens += number
         try:

@@ -348,7 +348,7 @@ def prepare(reading: Reading) -> Config:
 
 def _endpoints(config: Config) -> Iterator[str]:
     if config.is_local and config.scheduler_endpoints:
-        yield "--scheduler-endpoints is of no use with --scheduling-policy round-robin"
+        yield "--scheduler-endpoints has no effect with --scheduling-policy round-robin"
     if config.is_local and not config.backend_endpoints:
         yield "--scheduling-policy round-robin needs --llm-backend-endpoints"
     if not config.is_local and not config.scheduler_endpoints:
@@ -358,7 +358,7 @@ def _endpoints(config: Config) -> Iterator[str]:
 def _lateness(config: Config, given: Container[str]) -> Iterator[str]:
     for flag in (LATE_WAIT, SHED_PRIORITY):
         if config.is_local and flag in given:
-            yield f"{flag} is of no use with --scheduling-policy {ROUND_ROBIN}, which refuses nothing that is late"
+            yield f"{flag} has no effect with --scheduling-policy {ROUND_ROBIN}, which never refuses late requests"
 
 
 def _workers(config: Config) -> Iterator[str]:
@@ -370,7 +370,7 @@ def _workers(config: Config) -> Iterator[str]:
 
 def _authorities(config: Config) -> Iterator[str]:
     if config.backend_ca_file and not config.asks_https:
-        yield "--backend-ca-file is of no use without https endpoints or --backend-https"
+        yield "--backend-ca-file has no effect without https endpoints or --backend-https"
 
 
 def _certificate(config: Config) -> list[str]:
@@ -395,9 +395,9 @@ def _metrics_host(config: Config) -> Iterator[str]:
 
 def _template(config: Config) -> Iterator[str]:
     if config.chat_template and not config.tokenizers:
-        yield "--chat-template is of no use without --tokenizer-path"
+        yield "--chat-template has no effect without --tokenizer-path"
 
 
 def _token(config: Config) -> Iterator[str]:
     if config.service_token and config.service_token_file:
-        yield "--service-token and --service-token-file: one of them"
+        yield "--service-token and --service-token-file exclude each other"

@@ -106,7 +106,7 @@ def refusal(document: Mapping[str, Any]) -> str:
     if document.get("tools") and document.get("tool_choice") != "none":
         return "its output may hold tool calls"
     if document.get("seed") is not None and document.get("temperature") != 0:
-        return "a seeded sequence cannot be entered in the middle"
+        return "a request with a seed cannot continue in the middle"
     if _is_several_prompts(document.get("prompt")):
         return "it has several prompts"
     if any(_is_multimodal(message) for message in document.get("messages") or ()):

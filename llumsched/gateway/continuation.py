@@ -183,7 +183,7 @@ def _number(value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):
-        raise CannotContinue("its limits of tokens are no numbers") from None
+        raise CannotContinue("its token limits are not numbers") from None
 
 
 def _again(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any] | None]:

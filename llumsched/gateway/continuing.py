@@ -191,7 +191,7 @@ class Continuing(Attempts):
     async def _plan(self) -> None:
         outline = await self._outlined()
         if not self._wants_ids:
-            raise CannotContinue(outline.refusal or "the client did not want that")
+            raise CannotContinue(outline.refusal or "the client disabled it")
         planned = continuation.plan(self._body, outline, self._first_target, self._transcript, self._max_model_len)
         self._target, self._content, self._change = planned.path, planned.content, planned.change
 

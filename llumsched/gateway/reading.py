@@ -199,7 +199,7 @@ class Readers:
         """Ends all processes; the next job starts them again."""
         if worker in self._workers:
             if self._is_ready:
-                _log.warning("the processes that read large requests and count tokens have ended")
+                _log.warning("the reading processes have ended; the next request starts them again")
             self._kill()
 
     def _kill(self) -> None:

@@ -111,7 +111,7 @@ class Scheduled(Placement):
             return await self._queues.wait(waiting)
         except NotInTime as reason:
             longest_s = self._queues.longest_wait_s(asked.model)
-            raise Overloaded(f"Its objectives cannot be met now: {reason}", retry_after_s=longest_s) from None
+            raise Overloaded(f"The request's objectives cannot be met now: {reason}", retry_after_s=longest_s) from None
         except NoEndpoint as reason:
             retry_s = AWAY_RETRY_S if isinstance(reason, ModelAway) else self._interval_s
             raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=retry_s) from None
@@ -186,7 +186,7 @@ class Scheduled(Placement):
         except NoInstance as reason:
             if len(self._backends):
                 raise
-            raise NoEndpoint(f"the scheduler is away, and it has named no instance yet: {reason}") from None
+            raise NoEndpoint(f"no scheduler answers, and no instance is known yet: {reason}") from None
         return Placed(asked, placed.backend, is_fallback=True)
 
     def _placed(self, asked: Request, answer: SchedulerAnswer, took_s: float) -> Placed:
@@ -207,11 +207,8 @@ class Scheduled(Placement):
         """Warns once if the settings for late requests have no effect with the scheduler's policy."""
         if self._config.lateness and not self._is_told:
             self._is_told = True
-            _log.warning(
-                "%s has no effect: the scheduler's policy refuses nothing that would be late, so that no request waits "
-                "or is shed for that; the policy slo does",
-                self._config.lateness,
-            )
+            fault = "%s has no effect: the scheduler's policy does not refuse late requests; the policy slo does"
+            _log.warning(fault, self._config.lateness)
 
     def release(self, placed: Placed, *, completed: bool) -> None:
         """Releases what the engine's status does not show: in full mode only requests that it did not take."""

@@ -154,7 +154,7 @@ class SchedulerClient:
             raise warming
         why = "it did not answer lately" if reason is None else str(reason) or "no answer in time"
         if not self.is_away:
-            _log.warning("the scheduler is away (%s); requests go round the instances known", why)
+            _log.warning("no scheduler answers (%s); requests go to the known instances in turn", why)
             self.is_away = True
         raise SchedulerAway(why)
 
@@ -196,7 +196,7 @@ class SchedulerClient:
 
     def _answered(self, number: int) -> None:
         if self.is_away or number != self._current:
-            _log.warning("requests are placed by the scheduler %s now", self._in_turn[number].address)
+            _log.warning("the scheduler %s places requests now", self._in_turn[number].address)
         self._current, self.is_away = number, False
         self._in_turn[number].answered()
 
@@ -376,7 +376,9 @@ class _Scheduler:
                 batch = [self._releases.popleft() for _ in range(min(len(self._releases), _RELEASES_AT_ONCE))]
                 await self._release_surely(batch[0] if len(batch) == 1 else b"[" + b",".join(batch) + b"]")
         if self._num_dropped:
-            _log.warning("%s was not told of %d requests that ended: too many waited", self.address, self._num_dropped)
+            _log.warning(
+                "%s was not told of %d ended requests: too many reports were waiting", self.address, self._num_dropped
+            )
             self._num_dropped = 0
 
     async def _say(self, path: str, body: bytes) -> None:

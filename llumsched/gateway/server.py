@@ -206,7 +206,9 @@ class Gateway:
 
     async def _decoded(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Content-Encoding", _IDENTITY).lower() != _IDENTITY:
-            error = UnsupportedCoding("Bodies are read as they are: no `Content-Encoding`.", headers=_CODINGS)
+            error = UnsupportedCoding(
+                "`Content-Encoding` is not supported: send the body uncompressed.", headers=_CODINGS
+            )
             return self._refusals.answer(request, error)
         return await self._answer(request) if self._keys is None else await self._checked(request, self._keys)
 
@@ -336,7 +338,7 @@ class Gateway:
             return _ready(await self._why_not_ready())
         if request.path in ("/health", "/healthz"):
             return await self.health(request)
-        return self._refusals.answer(request, UnknownPath("Here are /metrics, /ready and /health."))
+        return self._refusals.answer(request, UnknownPath("This port serves /metrics, /ready and /health."))
 
 
 _OWN: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]] = {

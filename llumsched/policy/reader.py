@@ -166,7 +166,7 @@ class Reader:
         for name, value in entries.items():
             where = f"define.{kind}.{name}"
             if str(name) in self.metrics | self.filters | self.constants or str(name) in self._columns:
-                self.fault(where, "takes a name that is taken")
+                self.fault(where, "has a name that is in use already")
             elif not str(name).isidentifier():
                 self.fault(where, "is no name that a formula could use")
             else:

@@ -48,4 +48,4 @@ def prepare(reading: Reading) -> CacheSettings:
 
 def _faults(settings: CacheSettings, is_size_given: bool) -> Iterator[str]:
     if is_size_given and not settings.aware:
-        yield f"{_INDEX_BLOCKS} is of no use without {_AWARE}"
+        yield f"{_INDEX_BLOCKS} has no effect without {_AWARE}"

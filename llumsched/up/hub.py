@@ -39,7 +39,7 @@ def fault(model: str, revision: str | None = None, environ: Mapping[str, str] = 
     asking = threading.Thread(target=lambda: found.append(_ask_hub(model, revision)), daemon=True)
     asking.start()
     asking.join(ANSWER_S)
-    return found[0] if found else f"{model} is no directory here, and the hub has not answered in {ANSWER_S:.0f} s"
+    return found[0] if found else f"{model} is not a directory here, and the hub has not answered in {ANSWER_S:.0f} s"
 
 
 def _ask_hub(model: str, revision: str | None) -> str:
@@ -49,11 +49,11 @@ def _ask_hub(model: str, revision: str | None) -> str:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     known: dict[type[Exception], str] = {
         errors.GatedRepoError: f"the hub shows {model} only to those that its owner allows: set HF_TOKEN",
-        errors.RepositoryNotFoundError: f"{model} is no directory here, and the hub has no such model "
+        errors.RepositoryNotFoundError: f"{model} is not a directory here, and the hub has no such model "
         "(or it is private: set HF_TOKEN)",
         errors.RevisionNotFoundError: f"the hub has no revision {revision} of {model}",
-        errors.LocalEntryNotFoundError: f"{model} is no directory here, there is no copy of it in the hub's cache, and "
-        "the hub cannot be reached",
+        errors.LocalEntryNotFoundError: f"{model} is not a directory here, there is no copy of it in the hub's cache, "
+        "and the hub cannot be reached",
     }
     try:
         hf_hub_download(model, _CONFIGS[0], revision=revision)

@@ -184,7 +184,7 @@ def _model_faults(config: UpConfig) -> Iterator[str]:
     if not config.model:
         yield "MODEL is missing"
     if _looks_like_a_path(config.model) and not Path(config.model).is_dir():
-        yield f"MODEL {config.model} is no directory"
+        yield f"MODEL {config.model} is not a directory"
     if device.vllm_command() is None:
         yield "`vllm` was not found, neither beside this Python nor in PATH"
 

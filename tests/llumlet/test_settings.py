@@ -148,9 +148,9 @@ def test_everything_wrong_is_said_at_once_and_where_it_was_said(tmp_path: Path) 
         LLUMNIX_GATEWAY_FOR_YEARS="9",
     ).faults
     assert faults == [
-        f"{path}:2: color is no setting; did you mean colour?",
+        f"{path}:2: color is not a setting; did you mean colour?",
         f"{path}:3: pair-left is neither a value nor a list of values",
-        f"{path}:5: glossy is there twice",
+        f"{path}:5: glossy is repeated",
         "--colour 'blue' is not one of red, off",
         f"{path}:4: glossy '1' is neither true nor false",
         "LLUMNIX_GATEWAY_DRYING_TIME must be positive",
@@ -161,7 +161,12 @@ def test_everything_wrong_is_said_at_once_and_where_it_was_said(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("content", "fault"),
-    [(None, "No such file"), ("a: b: c", "cannot be read"), ("- a", "holds no settings"), ("[1]: 2", "is no setting")],
+    [
+        (None, "No such file"),
+        ("a: b: c", "cannot be read"),
+        ("- a", "holds no settings"),
+        ("[1]: 2", "is not a setting"),
+    ],
 )
 def test_files_that_are_none(tmp_path: Path, content: str | None, fault: str) -> None:
     path = str(tmp_path / "none.yaml") if content is None else written(tmp_path, content)
@@ -207,7 +212,7 @@ def test_checks_say_nothing_of_what_could_not_be_read() -> None:
 
 
 def test_what_is_of_use_in_one_mode_only() -> None:
-    assert read("--thick").of_other_modes("dry") == ["--thick is of no use in dry mode"]
+    assert read("--thick").of_other_modes("dry") == ["--thick has no effect in dry mode"]
     assert read("--thick", "--glossy").of_other_modes("wet") == []
 
 
@@ -259,7 +264,7 @@ def test_values(kind: Kind[object], said: str, value: object) -> None:
         (port(1), "0", "'0' is not a port"),
         (port(), "٣", "'٣' is not a port"),
         (several(port(), ""), "1,x,y", "'x' is not a port; 'y' is not a port"),
-        (file(is_file), "/none", "'/none' is no file"),
+        (file(is_file), "/none", "'/none' is not a file"),
     ],
 )
 def test_values_that_are_none(kind: Kind[object], said: str, fault: str) -> None:

@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     loop_s: float = 10.0
     """The own loop's time to pin blocks, and to freeze."""
     round_s: float = 30.0
-    """More than the destination's lease is of no use: bytes that come later do not count."""
+    """A longer time than the destination's lease has no effect, as later bytes do not count."""
     commit_s: float = 2.5
     """Beside the time that a long last copy takes. The client waits: a destination in a long step is not waited for."""
     withdraw_s: float = 1.0

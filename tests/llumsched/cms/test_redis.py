@@ -122,7 +122,7 @@ async def test_rubbish_is_refused_and_said_once(
     await until(lambda: "num_running_requests is -1" in caplog.text)
     assert set(store.view) == {"good", "minus"}
     assert store.view["minus"].status is None
-    assert caplog.text.count("it is no such message") == 1
+    assert caplog.text.count("it is not a valid message") == 1
     assert "that of 'somebody'" in caplog.text
 
 

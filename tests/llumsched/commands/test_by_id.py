@@ -48,7 +48,7 @@ async def test_migrate_and_drain_by_id(llumnix: Llumnix, store: EmbeddedStore, c
 async def test_an_unknown_instance(llumnix: Llumnix, store: EmbeddedStore, cluster: SimulatedCluster) -> None:
     done = await llumnix("ps", "nobody", "--cms", str(store.address))
     assert (done.code, done.out) == (4, "")
-    assert f"the CMS at {store.address}: it knows no instance nobody (but sim-0, sim-1)" in done.err
+    assert f"the CMS at {store.address}: it knows no instance nobody (known: sim-0, sim-1)" in done.err
     done = await llumnix("drain", "nobody", "--cms", str(store.address), "--json")
     assert done.code == 4
     assert done.lines[0]["error"]["address"] == str(store.address)

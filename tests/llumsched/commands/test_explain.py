@@ -156,8 +156,8 @@ def test_a_pass_that_would_plan_nothing_says_why(capsys: pytest.CaptureFixture[s
     ("arguments", "faults"),
     [
         (["--rescheduling", "--model=m", "--metric=x"],
-         ["--model is of no use with --rescheduling", "--metric is of no use with --rescheduling"]),
-        (["--policy=neutral_load"], ["--policy is of no use without --rescheduling"]),
+         ["--model has no effect with --rescheduling", "--metric has no effect with --rescheduling"]),
+        (["--policy=neutral_load"], ["--policy has no effect without --rescheduling"]),
         (["--rescheduling", "--policy=neutral_load", "--scheduler=h:1", "--json"], []),
     ],
 )  # fmt: skip

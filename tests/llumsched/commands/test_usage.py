@@ -236,4 +236,4 @@ def test_doctor_hands_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_of_flags_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert faults(capsys, "doctor", "--", "--dtype", "half") == ["flags after -- are the model's: name it with --model"]
+    assert faults(capsys, "doctor", "--", "--dtype", "half") == ["flags after -- need --model"]

@@ -49,12 +49,12 @@ async def test_all_faults_are_listed_at_once(llumnix: Llumnix) -> None:
     done = await llumnix("gateway", "--scheduling-policy", "round-robin", "--scheduler-endpoints", "a:1")
     assert done.code == 2
     assert "needs --llm-backend-endpoints" in done.err
-    assert "--scheduler-endpoints is of no use" in done.err
+    assert "--scheduler-endpoints has no effect" in done.err
     assert "needs --scheduler-endpoints" in (await llumnix("gateway")).err
     local = ("gateway", "--scheduling-policy", "round-robin", "--llm-backend-endpoints", "127.0.0.1:1")
     for flag in ("--shed-priority", "--late-wait"):
         done = await llumnix(*local, flag, "5")
-        assert (done.code, f"{flag} is of no use with --scheduling-policy round-robin" in done.err) == (2, True)
+        assert (done.code, f"{flag} has no effect with --scheduling-policy round-robin" in done.err) == (2, True)
 
 
 @pytest.mark.asyncio
@@ -63,13 +63,13 @@ async def test_contradictions_are_listed_with_what_cannot_be_read(llumnix: Llumn
     assert done.code == 2
     for fault in (
         "--stall-time 'soon' is not a duration",
-        "--chat-template '/none' is no file",
+        "--chat-template '/none' is not a file",
         "--workers above 1 needs a --port",
         "--scheduling-policy load-balance needs --scheduler-endpoints",
     ):
         assert fault in done.err
     done = await llumnix("gateway", "--scheduler-endpoints", "127.0.0.1:1", "--chat-template", __file__)
-    assert "--chat-template is of no use without --tokenizer-path" in done.err
+    assert "--chat-template has no effect without --tokenizer-path" in done.err
     for flag in ("--llm-backend-endpoints", "--scheduling-policy"):
         done = await llumnix("gateway", "--scheduling-policy", "round-robin", flag, "No Name")
         assert flag in done.err
@@ -97,10 +97,12 @@ def test_settings_of_a_file_and_of_variables(tmp_path: Path) -> None:
     )  # fmt: skip
     link = {"LLUMNIX_GATEWAY_PORT": "tcp://10.96.0.8:8001", "LLUMNIX_GATEWAY_SERVICE_HOST": "10.96.0.8"}
     config, _, faults = prepare("gateway", ["gateway", "--config", str(path)], link)
-    assert (faults, config.port) == ([], 1), "what Kubernetes tells of a Service called llumnix-gateway is no setting"
+    assert (faults, config.port) == ([], 1), (
+        "what Kubernetes tells of a Service called llumnix-gateway is not a setting"
+    )
     path.write_text("prot: 1\nport: x\n")
     assert prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", "--config", str(path)], {}).faults == [
-        f"{path}:1: prot is no setting; did you mean port?",
+        f"{path}:1: prot is not a setting; did you mean port?",
         f"{path}:2: port 'x' is not a port",
     ]
 

@@ -502,7 +502,7 @@ async def test_limits_are_read_as_engines_read_them(limit: object, is_continued:
             assert json.loads((engines.seen or [])[-1]["content"])["max_tokens"] == 19
             assert len(reply.events) > 1
         else:
-            assert "its limits of tokens are no numbers" in _error(reply)["message"]
+            assert "its token limits are not numbers" in _error(reply)["message"]
 
 
 @pytest.mark.asyncio
@@ -519,7 +519,7 @@ async def test_a_client_can_opt_out() -> None:
     async with cluster() as it:
         it.engines.cut_at = 300
         reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS], {"X-Llumnix-Continuation": "off"})
-        assert "the client did not want that" in _error(reply)["message"]
+        assert "the client disabled it" in _error(reply)["message"]
         assert b"return_token_ids" not in (it.engines.seen or [])[0]["content"]
 
 

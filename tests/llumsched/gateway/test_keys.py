@@ -414,7 +414,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(write: Write, caplog: pytest
         ({"a": {"keys": ["short"]}}, "key 0 of 'a' is neither 16"),
         ({"a": {"keys": ["x" * 15 + " y"]}}, "key 0 of 'a' is neither 16"),
         ({"a": {"keys": ["sha256:" + "0" * 63]}}, "key 0 of 'a' is neither 16"),
-        ({"a": {"keys": [SECOND]}, "b": {"keys": [SECOND_HASHED]}}, "key 0 of 'b' is there twice"),
+        ({"a": {"keys": [SECOND]}, "b": {"keys": [SECOND_HASHED]}}, "key 0 of 'b' is repeated"),
         ({"a": {"keys": [FIRST], "requests_per_second": 0}}, "requests_per_second of 'a' must be positive"),
         ({"a": {"keys": [FIRST], "concurrent_requests": -1}}, "concurrent_requests of 'a' must be positive"),
     ],

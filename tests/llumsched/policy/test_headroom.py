@@ -46,5 +46,5 @@ def test_virtual_usage_keeps_the_headroom_free(headroom: float, chosen: str) -> 
 
 def test_a_file_does_not_define_what_is_built_in() -> None:
     text = "{define: {constants: {priority_headroom: 0.2}}, full: {neutral: {selector: roundRobinSelector}}}"
-    with pytest.raises(PolicyError, match=r"define\.constants\.priority_headroom: takes a name that is taken"):
+    with pytest.raises(PolicyError, match=r"define\.constants\.priority_headroom: has a name that is in use already"):
         parse_policy(text, "test", Mode.FULL, Overrides())

@@ -162,7 +162,7 @@ def test_faults_of_installed_packages_are_all_named(tmp_path: Path, monkeypatch:
         "broken_extension",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match="takes a name that is taken") as error:
+    with pytest.raises(ValueError, match="has a name that is in use already") as error:
         all_metrics()
     for said in ("is int, not a Metric", "does not load: ModuleNotFoundError", "calls itself 'num_requests'"):
         assert said in str(error.value)

@@ -205,9 +205,9 @@ def test_selections(rule: str, order: str, value: str, fault: str) -> None:
         ([], ["--cms HOST:PORT or redis://"]),
         (["--cms", "listen://127.0.0.1:1"], ["does not listen"]),
         (["--cms", "127.0.0.1:1", "--colocated-rescheduling-mode"], ["is for `llumnix scheduler`"]),
-        (["--cms", "127.0.0.1:1", "--enable-rescheduling=false"], ["leaves nothing to do"]),
+        (["--cms", "127.0.0.1:1", "--enable-rescheduling=false"], ["leaves this process nothing to do; omit it"]),
         (["--cms", "127.0.0.1:1", "--port", "70000"], ["is not a port"]),
-        (["--cms", "127.0.0.1:1", "--cache-index-blocks", "9"], ["is of no use without --enable-cache-aware"]),
+        (["--cms", "127.0.0.1:1", "--cache-index-blocks", "9"], ["has no effect without --enable-cache-aware"]),
         (["--cms", "127.0.0.1:1", "--enable-cache-aware-scheduling", "--cache-index-blocks", "0"], ["at least 1"]),
         (
             ["--cms", "127.0.0.1:1", "--rescheduling-policies=neutral_failover", "--priority-headroom=0.3"],
@@ -217,7 +217,12 @@ def test_selections(rule: str, order: str, value: str, fault: str) -> None:
         (["--cms", "127.0.0.1:1", "--tpot-slo=40", "--rescheduling-policies=neutral_tpot"], []),
         (
             ["--colocated-rescheduling-mode", "--enable-rescheduling=false", "--rescheduling-interval-ms", "soon"],
-            ["'soon' is not a number", "--cms", "is for `llumnix scheduler`", "leaves nothing to do"],
+            [
+                "'soon' is not a number",
+                "--cms",
+                "is for `llumnix scheduler`",
+                "leaves this process nothing to do; omit it",
+            ],
         ),
     ],
 )

@@ -232,7 +232,7 @@ def test_tokens_are_replaced_without_a_restart(write: Write, caplog: pytest.LogC
         ({"reader": []}, "holds no tokens"),
         ({"peer": [GATEWAY]}, "peer"),
         ({"reader": ["x" * 31]}, "key 0 of 'reader' is neither 32"),
-        ({"reader": [READER, NEXT], "operator": [HASHED]}, "key 0 of 'operator' is there twice"),
+        ({"reader": [READER, NEXT], "operator": [HASHED]}, "key 0 of 'operator' is repeated"),
     ],
 )
 def test_files_of_tokens_that_are_none(write: Write, content: Any, fault: str) -> None:

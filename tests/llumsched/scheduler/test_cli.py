@@ -211,8 +211,8 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
           "--instance-staleness-seconds must be positive", "--dispatch-top-k 'x' is not a number"]),
         (["--enable-full-mode-scheduling=false", "--cms=redis://h:1", "--enable-rescheduling"],
          ["--enable-full-mode-scheduling=false needs --llm-backend-endpoints",
-          "--cms is of no use in lite mode", "rescheduling needs full mode"]),
-        (["--llm-backend-endpoints=a:1"], ["--llm-backend-endpoints is of no use in full mode"]),
+          "--cms has no effect in lite mode", "rescheduling needs full mode"]),
+        (["--llm-backend-endpoints=a:1"], ["--llm-backend-endpoints has no effect in full mode"]),
         (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1=decoder,b:2=decode,b:2,c"],
          ["--llm-backend-endpoints 'decoder' is not one of neutral, prefill, decode",
           "--llm-backend-endpoints b:2: both decode and neutral", "--llm-backend-endpoints 'c' is not HOST:PORT"]),
@@ -227,17 +227,18 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
         (["--scheduling-policy=round-robin", "--dispatch-neutral-load-threshold=5", "--dispatch-top-k=3"],
          ["full.neutral: has no load threshold to set to 5", "full: has no metricBasedSelector to set top_k to 3"]),
         (["--gateway-ttl-seconds=5", "--request-state-ttl-seconds=5"],
-         ["--gateway-ttl-seconds is of no use in full mode", "--request-state-ttl-seconds is of no use in full mode"]),
+         ["--gateway-ttl-seconds has no effect in full mode",
+          "--request-state-ttl-seconds has no effect in full mode"]),
         (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1", "--failover-domain=node",
           "--instance-staleness-seconds=7", "--dispatch-decode-load-threshold=5",
           "--request-local-account-staleness-seconds=7", "--enable-instance-status-local-account"],
          ["lite: has no failoverFilter to set domain to node", "lite: has no stalenessFilter to set seconds to 7",
           "lite.decode: has no load threshold to set to 5",
-          "--request-local-account-staleness-seconds is of no use in lite mode",
-          "--enable-instance-status-local-account is of no use in lite mode"]),
-        (["--cache-index-blocks=9"], ["--cache-index-blocks is of no use with the policy load-balance"]),
+          "--request-local-account-staleness-seconds has no effect in lite mode",
+          "--enable-instance-status-local-account has no effect in lite mode"]),
+        (["--cache-index-blocks=9"], ["--cache-index-blocks has no effect with the policy load-balance"]),
         (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1", "--cache-sent-blocks=9"],
-         ["--cache-sent-blocks is of no use with the policy load-balance"]),
+         ["--cache-sent-blocks has no effect with the policy load-balance"]),
         (["--standalone-rescheduling-mode"], ["--standalone-rescheduling-mode is for `llumnix rescheduler`"]),
     ],
 )  # fmt: skip
@@ -311,8 +312,8 @@ async def test_warnings_come_before_it_serves(caplog: pytest.LogCaptureFixture) 
     first, second = caplog.records[:2]
     assert first.levelno == logging.WARNING
     assert first.message == (
-        "--enable-cache-aware-scheduling: no formula of the policy load-balance reads what prefix caches hold: nothing "
-        "is placed by it; the policy prefix-cache does"
+        "--enable-cache-aware-scheduling changes no placement: no formula of the policy load-balance reads prefix "
+        "caches; the policy prefix-cache does"
     )
     assert second.message.startswith("at http://")
 

@@ -167,7 +167,7 @@ async def test_the_id_of_a_gateway_that_says_what_it_tried_may_come_again(client
 async def test_nobody_serves_it(client: Client) -> None:
     assert await client.post("/schedule", {"id": "r", "model": "x"}) == (
         404,
-        "endpoint not found: nobody serves model 'x'",
+        "endpoint not found: no instance serves model 'x'",
     )
 
 

@@ -144,7 +144,7 @@ def test_once_without_a_cms_says_so(capsys: pytest.CaptureFixture[str], monkeypa
 def test_all_faults_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", "--scheduler", "nowhere", "--interval", "0"]) == 2
     said = capsys.readouterr().err
-    for fault in ("--scheduler", "--interval must be positive", "no terminal"):
+    for fault in ("--scheduler", "--interval must be positive", "not a terminal"):
         assert fault in said
 
 

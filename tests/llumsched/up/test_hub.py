@@ -90,4 +90,4 @@ def test_up_ends_at_once_with_the_reason_in_its_last_line() -> None:
     assert done.returncode == ExitCode.USAGE
     assert not done.stdout, "nothing was started"
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("llumnix up: no-such/model is no directory here")
+    assert last.startswith("llumnix up: no-such/model is not a directory here")

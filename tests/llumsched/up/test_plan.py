@@ -133,7 +133,7 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         "--drain-seconds 'x' is not a duration",
         "credentials are for several hosts",
         "--llumlet-cms cannot be given for the engines",
-        "/no/such is no directory",
+        "/no/such is not a directory",
         "`vllm` was not found",
     ):
         assert fault in said
@@ -184,7 +184,7 @@ def test_engines_that_come_and_go_have_places_names_and_ports_of_their_own() -> 
         (["--autoscale", "many"], "--autoscale 'many' is not MIN:MAX"),
         (["--autoscale", "1:900"], "--autoscale 1:900: more than 256 engines"),
         (["--autoscale", "1:2", "--engines", "2"], "--engines and --autoscale exclude each other"),
-        (["--autoscale-ttft-seconds", "2"], "--autoscale-ttft-seconds is of no use without --autoscale"),
+        (["--autoscale-ttft-seconds", "2"], "--autoscale-ttft-seconds has no effect without --autoscale"),
         (
             ["--autoscale", "1:2", "--autoscale-tpot-seconds", "often"],
             "--autoscale-tpot-seconds 'often' is not a duration",

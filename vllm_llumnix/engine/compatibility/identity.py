@@ -100,9 +100,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
         return _difference(self.tokens, theirs.tokens)
 
     def why_not_cache(self, theirs: EngineFacts, *, of_any_block_size: bool = False) -> str | None:
-        """Why a KV cache of theirs is of no use here; None if it is, as far as facts tell. `of_any_block_size`: movers
-        copy parts of blocks, or say that they cannot, as they do where only the order of a page's dimensions is
-        another; but kernels that have an arrangement of their own know one order."""
+        """The reason why their KV cache cannot be used here; None if no fact forbids it. `of_any_block_size`: movers
+        decide about other block sizes, as they do about another order of a page's dimensions; only kernels with their
+        own arrangement require equal orders."""
         ours, of_others = dict(self.cache), dict(theirs.cache)
         if not ours.get(STAGES):
             may_differ = [TENSOR_PARALLEL, BLOCK_SIZE] if of_any_block_size else [TENSOR_PARALLEL]

@@ -303,6 +303,7 @@ class Attempts(ABC):
     async def _splice(self, first: bytes, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
         """Hands on an answer as it comes. Another instance could not finish it."""
         out = web.StreamResponse(status=answer.status, headers=response_headers(answer.headers, self._record.id))
+        out.headers.update(self._request.get(TOLD, {}))
         if length := answer.headers.get("Content-Length"):
             out.content_length = int(length)
         self._tried.taken_by(placed.backend)
@@ -359,8 +360,8 @@ class Attempts(ABC):
         if self._head is not None:
             headers = response_headers(self._head, self._record.id)
         else:
-            headers = CIMultiDict(self._request.get(TOLD, {}))
-            headers.update({"Content-Type": _EVENTS, "X-Request-Id": self._record.id})
+            headers = CIMultiDict({"Content-Type": _EVENTS, "X-Request-Id": self._record.id})
+        headers.update(self._request.get(TOLD, {}))
         self._out = web.StreamResponse(headers=headers)
         await self._out.prepare(self._request)
         return self._out

@@ -114,6 +114,11 @@ class Config:
         "JSON file with the keys of clients and what each may use; empty accepts every client",
         common=True,
     )
+    allowed_origins: tuple[str, ...] = _listening.setting(
+        ("*",),
+        kinds.several(kinds.text("ORIGIN"), "ORIGIN,…"),
+        "web origins whose pages may read answers (CORS); * allows every origin, empty none",
+    )
     trust_transfer_params: bool = _listening.setting(
         False,
         SWITCH,

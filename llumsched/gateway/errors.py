@@ -168,26 +168,20 @@ class EngineRefused(GatewayError):
         self.kind = str(error.get("type") or self.kind) if isinstance(error, dict) else self.kind
 
 
-def body(error: GatewayError, style: Style = Style.OPENAI, request_id: str = "") -> bytes:
-    """The body of the answer, in vLLM's form for that API."""
-    message = str(error)
-    content: dict[str, object] = {"message": message, "type": error.kind, "param": None, "code": error.status}
+def body(error: GatewayError, style: Style = Style.OPENAI) -> bytes:
+    """The answer's body, as vLLM writes errors of that API; Cohere's clients get that of OpenAI."""
+    content: dict[str, object] = {"message": str(error), "type": error.kind, "param": None, "code": error.status}
     document: dict[str, object] = {"error": content}
     if style is Style.ANTHROPIC:
-        document = {"type": "error", "error": {"type": error.kind, "message": message}}
-    elif style is Style.COHERE:
-        document = {"message": message, "id": request_id}
+        document = {"type": "error", "error": {"type": error.kind, "message": str(error)}}
     return msgspec.json.encode(document)
 
 
 def last_event(error: GatewayError, style: Style, sequence_number: int = 0) -> bytes:
-    """The error as the end of a stream. `sequence_number` is the event's, in APIs that number events."""
+    """The error as the end of a stream. `sequence_number`: of the event, where events have one."""
     if style is Style.ANTHROPIC:
         return b"event: error\ndata: " + body(error, style) + b"\n\n"
     if style is Style.RESPONSES:
         event = {"type": "error", "code": error.kind, "message": str(error), "param": None}
         return b"event: error\ndata: " + msgspec.json.encode(event | {"sequence_number": sequence_number}) + b"\n\n"
-    data = body(error)
-    if style is Style.COHERE:
-        data = msgspec.json.encode({"type": "message-end", "delta": {"error": str(error), "finish_reason": "ERROR"}})
-    return b"data: " + data + b"\n\ndata: [DONE]\n\n"
+    return b"data: " + body(error) + b"\n\ndata: [DONE]\n\n"

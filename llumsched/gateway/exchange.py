@@ -269,4 +269,4 @@ def failure(error: GatewayError, request_id: str, style: Style = Style.OPENAI) -
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id, **error.headers}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)) + random.randrange(_RETRY_SPREAD_S))
-    return web.Response(status=error.status, body=errors.body(error, style, request_id), headers=headers)
+    return web.Response(status=error.status, body=errors.body(error, style), headers=headers)

@@ -29,7 +29,7 @@ RANK_HEADER: Final = "X-data-parallel-rank"
 """vLLM's header for the data-parallel rank. A client's own would undo the placement."""
 
 PASSED: Final = frozenset(
-    (b"accept", b"accept-language", b"content-type", b"origin", b"referer", b"user-agent", b"traceparent",
+    (b"accept", b"accept-language", b"content-type", b"referer", b"user-agent", b"traceparent",
      b"tracestate", b"via", b"forwarded", b"x-forwarded-host", b"x-forwarded-port", b"x-forwarded-prefix",
      b"x-real-ip", b"x-session-id", b"anthropic-version", b"anthropic-beta", *NAMES)
 )  # fmt: skip

@@ -138,7 +138,7 @@ class Gateway:
         )
         self.exchanges = Exchanges(self.services, self.access_log)
         self._refusals = Refusals(self.metrics, self.access_log)
-        cors = Cors(self._decoded, self.backends, self._session)
+        cors = Cors(self._decoded, config.allowed_origins)
         self._server = ClientServer(config, cors.answer, self._refusals, self._tls)
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = {"models": self._keep_models, "complaints": self._keep_complaining, "watch": watch.run}

@@ -28,7 +28,7 @@ from llumsched.gateway.upstream import Upstream
 _log = logging.getLogger(__name__)
 
 TOLD: Final = web.RequestKey("told", dict[str, str])
-"""Key of a request for the CORS headers of its answer, until an engine's own are known."""
+"""Key of a request for the CORS headers of its answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,10 +327,7 @@ async def test_a_stream_that_is_lost_later_ends_with_an_error_of_its_api(path: s
         whole = b"".join(STREAMS[path][:2])
         assert _SHOWN.sub(b"resp_s", reply.content).startswith(whole)
         error = _last_event(reply)
-        if path == COHERE:
-            assert (error["type"], error["delta"]["finish_reason"]) == ("message-end", "ERROR")
-            message = error["delta"]["error"]
-        elif path == RESPONSES:
+        if path == RESPONSES:
             assert (error["type"], error["sequence_number"], error["code"]) == ("error", 2, "BadGatewayError")
             message = error["message"]
         else:
@@ -431,7 +428,7 @@ async def test_the_limits_hold() -> None:
         async with it.client.post(it.url + MESSAGES, json=STREAMED) as answer:
             await answer.content.readany()
             reply = await it.post(COHERE, BODY, {"X-Request-Id": "mine"})
-            assert (reply.status, reply.json["id"]) == (429, "mine")
+            assert (reply.status, reply.headers["X-Request-Id"]) == (429, "mine")
             assert reply.headers["Retry-After"] in ("1", "2", "3")
         await it.until_idle()  # its client has left, so the engine's request has ended
         assert 'status_code="499"' in (await it.get("/metrics")).content.decode()

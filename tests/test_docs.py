@@ -63,3 +63,10 @@ def test_site_builds_without_a_warning(link: str, fails: bool, tmp_path: Path) -
     with pytest.raises(subprocess.CalledProcessError) if fails else nullcontext():
         site.build(tmp_path / "site", {"index.md": f"{text}\n{link}\n"})
     assert (tmp_path / "site/understand/theory.html").exists() is not fails
+
+
+def test_pages_stay_short() -> None:
+    words = [
+        word for page in (ROOT / "docs").rglob("*.md") for word in page.read_text().split() if re.search(r"\w", word)
+    ]
+    assert len(words) <= 45_000

@@ -18,7 +18,7 @@ from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.lrs import RealtimeState
 from llumsched.cluster.view import View
-from llumsched.dispatch.dispatcher import Dispatcher, Ledger
+from llumsched.dispatch.dispatcher import Dispatcher, Knowledge, Ledger
 from llumsched.gateway.gateway_metrics import Metrics
 from llumsched.policy.document import Mode, load_policy
 from llumsched.prefix.hits import PrefixHits
@@ -57,8 +57,8 @@ def scheduler(mode: Mode) -> tuple[SchedulerMetrics, CollectorRegistry]:
     ledger: Ledger = Account(time.monotonic, 10.0)
     if mode is Mode.LITE:
         ledger = RealtimeState(time.monotonic, view, gateway_ttl_s=30.0, state_ttl_s=600.0)
-    hits = PrefixHits(PrefixIndex(16), sent_blocks=0)
-    dispatcher = Dispatcher(view, load_policy("load-balance", mode), ledger, time.monotonic, hits=hits)
+    knowledge = Knowledge(hits=PrefixHits(PrefixIndex(16), sent_blocks=0))
+    dispatcher = Dispatcher(view, load_policy("load-balance", mode), ledger, time.monotonic, knowledge=knowledge)
     RescheduleCounters(registry)
     Scaling(ScalingConfig(), Bounds(1, 2), view, dispatcher.table, registry)
     return SchedulerMetrics(dispatcher, registry), registry

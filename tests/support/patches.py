@@ -49,7 +49,7 @@ def document() -> str:
     series = [load(version) for version in available()]
     num_refusing = sum(row.refuses for row in RELIED_ON)
     introduction = _INTRODUCTION.format(num_functions=len(RELIED_ON), num_refusing=num_refusing)
-    parts = [introduction, _versions(series), _overview(series[-1])]
+    parts = [introduction, _versions(series)]
     parts += [_seams()]
     parts += [_section(number, patch) for number, patch in enumerate(series[-1].patches, 1)]
     return "\n".join(parts)
@@ -60,14 +60,6 @@ def _versions(series: list[Series]) -> str:
     for one in series:
         num_added = sum(patch.num_added for patch in one.patches)
         lines.append(f"| {one.version} | {len(one.patches)} | {len(one.files)} | {num_added} |")
-    return "\n".join([*lines, ""])
-
-
-def _overview(series: Series) -> str:
-    lines = ["## Overview", "", "| patch | what | process | added lines |", "|---|---|---|---|"]
-    for patch in series.patches:
-        cells = (f"`{patch.name}`", patch.header["Subject"], patch.header["Process"], str(patch.num_added))
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -89,7 +81,7 @@ def _seams() -> str:
 
 def _section(number: int, patch: Patch) -> str:
     files = ", ".join(f"`{change.path}`" for change in patch.diffs)
-    lines = [f"## {number}. {patch.header['Subject']}", "", f"- **File**: {files}"]
+    lines = [f"## {number}. {patch.header['Subject']}", "", f"- **File**: {files} ({patch.num_added} lines added)"]
     lines += [f"- **{field}**: {patch.header[field]}" for field in HEADER_FIELDS if field != "Subject"]
     return "\n".join([*lines, ""])
 

@@ -44,21 +44,29 @@ def document() -> str:
 
 def _lines() -> Iterator[str]:
     yield HEAD
-    yield from _section("`vllm serve --enable-llumlet`", all_entries((Switch, LlumletConfig)))
+    told: dict[str, str] = {}
+    yield from _section("`vllm serve --enable-llumlet`", all_entries((Switch, LlumletConfig)), told)
     for name in COMMANDS:
-        yield from _section(f"`llumnix {name}`", all_entries(load(name).SETTINGS))
-    yield from _section("Credentials, of every command", all_entries((CredentialFiles,)))
+        yield from _section(f"`llumnix {name}`", all_entries(load(name).SETTINGS), told)
+    yield from _section("Credentials, of every command", all_entries((CredentialFiles,)), told)
 
 
-def _section(title: str, entries: list[Entry]) -> Iterator[str]:
+def _section(title: str, entries: list[Entry], told: dict[str, str]) -> Iterator[str]:
+    """`told`: the section in which each setting that is the same elsewhere stands."""
     yield f"\n## {title}\n"
     groups: dict[str, list[Entry]] = {}
+    same: dict[str, list[str]] = {}
     for entry in entries:
-        groups.setdefault(entry.setting.group.title, []).append(entry)
+        if (first := told.setdefault(_row(entry), title)) == title:
+            groups.setdefault(entry.setting.group.title, []).append(entry)
+        else:
+            same.setdefault(first, []).append(f"`{entry.setting.flag}`")
     for group, members in groups.items():
         yield f"\n{group.capitalize()}:\n" if len(groups) > 1 and group else ""
-        yield "\n| setting | default | meaning |\n|---|---|---|\n"
+        yield "\n"
         yield from map(_row, members)
+    for first, flags in same.items():
+        yield f"\nAs of {first}: {', '.join(flags)}.\n"
 
 
 def _row(entry: Entry) -> str:
@@ -69,8 +77,7 @@ def _row(entry: Entry) -> str:
     default = shown_default(entry.default)
     mode = f"{setting.mode} mode: " if setting.mode else ""
     variable = f" (or `{setting.variable}`)" if setting.variable else ""
-    cells = (shown, f"`{default}`" if default else "", f"{mode}{setting.help}{variable}")
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+    return f"- {shown}{f' (`{default}`)' if default else ''}: {mode}{setting.help}{variable}\n"
 
 
 if __name__ == "__main__":

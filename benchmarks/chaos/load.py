@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from llumsim.live.streams import VOCABULARY, next_token
+from llumsim.live.world import VOCABULARY, next_token
 
 MODEL = "simulated"
 _MOST_KEPT = 50

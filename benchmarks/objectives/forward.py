@@ -21,10 +21,10 @@ from typing import Final
 from benchmarks.objectives.outcome import Outcome
 from benchmarks.simulated import Load
 from llumsim.cluster.control import ControlConfig
-from llumsim.cluster.foresight import Miss
 from llumsim.cluster.member import Cadence
 from llumsim.cluster.metrics import Metrics, Summary
 from llumsim.cluster.run import ClusterConfig, run
+from llumsim.cluster.truth import Miss
 from llumsim.engine.step_model import load_hardware
 from tests.support.progress import Say
 from tests.support.stats import median, quantile

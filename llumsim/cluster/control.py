@@ -39,8 +39,7 @@ from llumsched.rescheduling.executing.executor import Connect
 from llumsched.rescheduling.rescheduler import SHARE, Rescheduler
 from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsim.clock import VirtualLoop
-from llumsim.cluster.foresight import Foresight
-from llumsim.cluster.hindsight import Hindsight
+from llumsim.cluster.truth import Foresight, Hindsight
 
 _SCHEDULER: Final = Address("scheduler", 1)
 _EXPIRE_S: Final = 0.5

@@ -51,7 +51,6 @@ class Member(ModelledInstance):
         tell: Callable[[InstanceStatus], None],
         *,
         model: str,
-        shares_prefixes: bool,
         max_moves: int,
         life: int = 0,
     ) -> None:
@@ -69,7 +68,7 @@ class Member(ModelledInstance):
             node_id=f"n{number // hardware.instances_per_node:04}",
             model=model or hardware.name,
         )
-        super().__init__(loop, hardware, metadata, watcher, shares_prefixes=shares_prefixes)
+        super().__init__(loop, hardware, metadata, watcher)
         self.foretold = cadence.foretold
         self.number = number
         self.began_ps = loop.now_ps

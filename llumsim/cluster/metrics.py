@@ -10,20 +10,22 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, TextIO
 
 import numpy as np
 
 from llumsim import PS
-from llumsim.cluster.foresight import Miss
-from llumsim.cluster.hindsight import Regret
+from llumsim.cluster.truth import Miss, Regret
+from llumsim.engine.instance import ModelledInstance
 
 _LEAST_PS: Final = 1000_000
 """A microsecond. What is shorter counts as that."""
 _WIDTH: Final = math.log(1.01)
 _NUM_SIZES: Final = 2200
+_MOST_SHOWN: Final = 64
+"""Instances whose load is in each sample."""
 
 
 class Gaps:
@@ -123,6 +125,42 @@ class Sample:
     enough for them; free memory that is in the wrong place (Llumnix, OSDI'24)."""
     loads: tuple[float, ...] = ()
     """Used share of each instance, if there are few."""
+
+
+def sampled(instances: Collection[ModelledInstance], now_ps: int) -> Sample:
+    """Look at all instances at this moment."""
+    free = total = running = num_waiting = 0
+    demands: list[int] = []
+    loads: list[float] = []
+    for instance in instances:
+        engine = instance.engine
+        engine.advance(now_ps)
+        engine.settle(now_ps)
+        total += engine.config.num_blocks
+        free += engine.blocks.num_free
+        running += len(engine.running)
+        if engine.waiting:
+            num_waiting += len(engine.waiting)
+            head = engine.waiting.head
+            needed = engine.blocks_needed(head, *engine.blocks.hit(head, head.num_tokens - 1))
+            if needed > engine.blocks.num_free:
+                demands.append(needed)
+        if len(instances) <= _MOST_SHOWN:
+            loads.append(1 - engine.blocks.num_free / engine.config.num_blocks)
+    fragmented = 0
+    for demand in sorted(demands):
+        if fragmented + demand > free:
+            break
+        fragmented += demand
+    return Sample(
+        now_ps / PS,
+        len(instances),
+        running,
+        num_waiting,
+        1 - free / max(total, 1),
+        fragmented / max(total, 1),
+        tuple(loads),
+    )
 
 
 @dataclass(frozen=True, slots=True)

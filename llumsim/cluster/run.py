@@ -27,8 +27,7 @@ from llumsim import PS
 from llumsim.clock import VirtualLoop
 from llumsim.cluster.control import ControlConfig, Controls
 from llumsim.cluster.member import Cadence, Member
-from llumsim.cluster.metrics import Metrics, RequestRecord, Slo, Summary
-from llumsim.cluster.sampling import sampled
+from llumsim.cluster.metrics import Metrics, RequestRecord, Slo, Summary, sampled
 from llumsim.cluster.scaling import Fleet, ScalingActor
 from llumsim.cluster.workload import Arrival
 from llumsim.engine.instance import ModelledInstance
@@ -162,7 +161,6 @@ class _Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_ended = 0
         self._instance_ps = 0
-        self._shares_prefixes = any(arrival.prefix for arrival in arrivals)
         self._over = asyncio.Event()
         self._next = 0
 
@@ -319,7 +317,7 @@ class _Run:
         watch = _Watch(self)
         member = Member(
             self._loop, number, hardware, self._config.cadence, watch, self._control.told,
-            model=model, shares_prefixes=self._shares_prefixes, max_moves=self._config.max_moves, life=life,
+            model=model, max_moves=self._config.max_moves, life=life,
         )  # fmt: skip
         rescheduling = self._config.control.rescheduling
         member.engine.shortage.asks = rescheduling is not None and _ASKING in rescheduling.policies

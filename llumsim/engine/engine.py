@@ -18,24 +18,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from llumsim import PS
-from llumsim.engine.blocks import Blocks
+from llumsim.engine.blocks import Blocks, Shortage
 from llumsim.engine.decodes import Decodes
 from llumsim.engine.queue import Queue, QueuePlace
 from llumsim.engine.requests import EngineRequest, Phase, Watcher
-from llumsim.engine.shortage import Shortage
-from llumsim.engine.span import Span
 from llumsim.engine.step_model import EngineConfig, StepModel
-from llumsim.engine.step_times import Batch, StepTimes, batch_of
+from llumsim.engine.steps import Batch, Span, StepTimes, batch_of
 
 
 class Engine:
     """`one_by_one` forbids every shortcut: each step is scheduled as vLLM's code does it, request by request."""
 
-    def __init__(
-        self, config: EngineConfig, step: StepModel, blocks: Blocks, watcher: Watcher, *, one_by_one: bool = False
-    ) -> None:
+    def __init__(self, config: EngineConfig, step: StepModel, watcher: Watcher, *, one_by_one: bool = False) -> None:
         self.config = config
-        self.blocks = blocks
+        self.blocks = Blocks(config.num_blocks, config.block_size, caching=config.prefix_caching)
         self.running: list[EngineRequest] = []
         """The batch, in the order of admission: the last one is preempted first."""
         self.waiting = Queue(by_priority=config.by_priority, ageing_ps=round(config.ageing_s * PS))

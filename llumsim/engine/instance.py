@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Final
 
 from llumlet.contract.coming_steps import coming_steps
@@ -13,7 +12,6 @@ from llumlet.contract.types import Health, InstanceMetadata, InstanceStatus
 from llumsched.latency.fitting import pairs
 from llumsim import PS
 from llumsim.clock import Action, Clock
-from llumsim.engine.blocks import Blocks, SharedBlocks, UniqueBlocks
 from llumsim.engine.engine import Engine
 from llumsim.engine.requests import EngineRequest, Watcher
 from llumsim.engine.step_model import Hardware
@@ -28,15 +26,7 @@ _FAR: Final = 1 << 30
 class ModelledInstance:
     """Its clock wakes it for its steps. A subclass that tells of its load extends `changed`."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        hardware: Hardware,
-        metadata: InstanceMetadata,
-        watcher: Watcher,
-        *,
-        shares_prefixes: bool = False,
-    ) -> None:
+    def __init__(self, clock: Clock, hardware: Hardware, metadata: InstanceMetadata, watcher: Watcher) -> None:
         self.clock = clock
         self.hardware = hardware
         self.metadata = metadata
@@ -46,10 +36,7 @@ class ModelledInstance:
         """Requests on their way out."""
         self.coming: dict[str, int] = {}
         """Tokens of those on their way in, by migration."""
-        config = hardware.engine
-        kind: Callable[..., Blocks] = SharedBlocks if shares_prefixes else UniqueBlocks
-        blocks = kind(config.num_blocks, config.block_size, caching=config.prefix_caching)
-        self.engine = Engine(config, hardware.step, blocks, watcher)
+        self.engine = Engine(hardware.engine, hardware.step, watcher)
         self.engine.shortage.gives_blocks = lambda: any(request.num_blocks for request in self.leaving)
         self.foretold: float | None = None
         """Share of requests of which it knows where they end; None: it does not tell what its coming steps do."""

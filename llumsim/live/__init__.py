@@ -7,9 +7,9 @@ machines. Times measured with it describe a real engine only as far as its `mode
 (`llumsim.engine.step_model.load_hardware`).
 """
 
+from llumsim.engine.step_model import engine_model
 from llumsim.live.fleet import SimulatedCluster
-from llumsim.live.model import engine_model
 from llumsim.live.simulated import SimulatedInstance
-from llumsim.live.streams import SimulatedRequest
+from llumsim.live.world import SimulatedRequest
 
 __all__ = ["SimulatedCluster", "SimulatedInstance", "SimulatedRequest", "engine_model"]

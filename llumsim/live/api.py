@@ -17,7 +17,7 @@ from aiohttp import web
 
 from llumlet.process.addresses import Address
 from llumsim.live.answers import Answer
-from llumsim.live.streams import VOCABULARY, SimulatedRequest
+from llumsim.live.world import VOCABULARY, SimulatedRequest
 
 Submit = Callable[[Sequence[int], int, str], SimulatedRequest]
 """Starts a request, by prompt, most tokens, the client's id. Raises ValueError for what does not fit."""

@@ -19,12 +19,10 @@ from llumsim import PS
 from llumsim.clock import RealClock
 from llumsim.engine.instance import ModelledInstance, described
 from llumsim.engine.requests import EngineRequest
-from llumsim.engine.step_model import Hardware
+from llumsim.engine.step_model import Hardware, engine_model
 from llumsim.live.agent import MAX_MOVES, SimulatedAgent
 from llumsim.live.api import SimulatedApi
-from llumsim.live.model import engine_model
-from llumsim.live.streams import SimulatedRequest
-from llumsim.live.world import World
+from llumsim.live.world import SimulatedRequest, World
 from llumsim.moves.outgoing import MoveWatcher
 
 _TOKENS_PS: Final = PS // 10

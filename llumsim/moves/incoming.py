@@ -20,11 +20,11 @@ from llumlet.protocol.move.destination import LEASE, Destination, State
 from llumlet.protocol.move.limits import Limits, Slots
 from llumlet.protocol.move.plan import Terms
 from llumsim import PS
+from llumsim.clock import Timers
 from llumsim.engine.instance import ModelledInstance
 from llumsim.engine.queue import QueuePlace
 from llumsim.engine.requests import EngineRequest
 from llumsim.moves.links import Network, Transfer
-from llumsim.timers import Timers
 
 _DESTINATION_RECORDS: Final = frozenset({State.COMMITTED, State.BARRED})
 

@@ -20,10 +20,10 @@ from llumlet.protocol.move.limits import Limits, Slots
 from llumlet.protocol.move.plan import Method, Plan
 from llumlet.protocol.move.source import SETTLED, Source, State
 from llumsim import PS
+from llumsim.clock import Timers
 from llumsim.engine.instance import ModelledInstance
 from llumsim.engine.requests import EngineRequest, Phase, Watcher
 from llumsim.moves.incoming import Arrivals, Offer
-from llumsim.timers import Timers
 
 Owner = Callable[[str], ModelledInstance | None]
 """By request id: the instance that has it."""

@@ -16,7 +16,7 @@ from benchmarks.objectives import forward, latency, preempt, prefix, scale
 from benchmarks.objectives.__main__ import CASES, main
 from benchmarks.objectives.latency import IDLE, Load, Seen
 from benchmarks.objectives.outcome import Outcome, table
-from llumsim.cluster.foresight import Miss
+from llumsim.cluster.truth import Miss
 
 
 @pytest.mark.parametrize(("ours", "target", "held"), [(0.04, 0.05, True), (0.06, 0.05, False), (0.06, None, None)])

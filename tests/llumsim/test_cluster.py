@@ -179,7 +179,7 @@ def test_the_destination_is_asked_between_two_steps_of_the_source() -> None:
     source, destination = (
         Member(
             loop, number, A10, Cadence(), Watcher(), lambda status: None,
-            model="", shares_prefixes=False, max_moves=1,
+            model="", max_moves=1,
         )
         for number in range(2)
     )  # fmt: skip

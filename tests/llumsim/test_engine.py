@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shortcuts change nothing: spans of steps, and runs of blocks, against every step and every block one by one."""
+"""The modelled engine: spans of steps give what every step one by one gives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llumsim.engine.blocks import SharedBlocks, UniqueBlocks
 from llumsim.engine.engine import Engine
 from llumsim.engine.requests import EngineRequest, Phase
 from llumsim.engine.step_model import EngineConfig, StepModel
@@ -53,10 +51,8 @@ STEPS = st.builds(
 )
 
 
-def engine(config: EngineConfig, step: StepModel, *, shared: bool = False, one_by_one: bool = False) -> Engine:
-    kind = SharedBlocks if shared else UniqueBlocks
-    blocks = kind(config.num_blocks, config.block_size, caching=config.prefix_caching)
-    return Engine(config, step, blocks, Noting(), one_by_one=one_by_one)
+def engine(config: EngineConfig, step: StepModel, *, one_by_one: bool = False) -> Engine:
+    return Engine(config, step, Noting(), one_by_one=one_by_one)
 
 
 def noted(made: Engine) -> Noting:
@@ -96,10 +92,10 @@ def finish(made: Engine) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(config=CONFIGS, step=STEPS, arrivals=ARRIVALS)
-def test_spans_are_steps_and_runs_are_blocks(config: EngineConfig, step: StepModel, arrivals: list[Arrival]) -> None:
-    slow = play(engine(config, step, shared=True, one_by_one=True), arrivals)
-    for shared, looks in ((False, False), (True, True)):
-        fast = play(engine(config, step, shared=shared), arrivals, looks=looks)
+def test_spans_end_as_their_steps_do(config: EngineConfig, step: StepModel, arrivals: list[Arrival]) -> None:
+    slow = play(engine(config, step, one_by_one=True), arrivals)
+    for looks in (False, True):
+        fast = play(engine(config, step), arrivals, looks=looks)
         assert fast.events == slow.events
         assert fast.num_gaps == slow.num_gaps
 
@@ -190,11 +186,8 @@ def test_reservation_leaves_the_queue_what_it_waits_for() -> None:
     assert made.num_reserved_slots == 0
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_preempted_request_finds_what_nobody_has_overwritten(shared: bool) -> None:
-    made = engine(
-        EngineConfig(num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64), STEP, shared=shared
-    )
+def test_preempted_request_hits_what_is_still_cached() -> None:
+    made = engine(EngineConfig(num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64), STEP)
     made.post(lambda now: [made.add(EngineRequest(name, 16, 16), now) for name in "abc"], 0)
     finish(made)
     finished = {str(event[1]): event for event in noted(made).events if event[0] == "finished"}

@@ -51,7 +51,7 @@ class Coming(NamedTuple):
 class Both:
     """One scheduler of vLLM's and one modelled engine, in step."""
 
-    def __init__(self, model: Path, config: EngineConfig, *, shares_prefixes: bool, step: StepModel = STEP) -> None:
+    def __init__(self, model: Path, config: EngineConfig, *, step: StepModel = STEP) -> None:
         self.vllm: Scheduler
         self.vllm, self._hasher = new_scheduler(
             model, False, config.num_blocks + 1, max_num_seqs=config.max_num_seqs, max_model_len=4096,
@@ -63,7 +63,7 @@ class Both:
         self.loop = VirtualLoop()
         self.member = Member(
             self.loop, 0, hardware, Cadence(), Watcher(), lambda status: None,
-            model="", shares_prefixes=shares_prefixes, max_moves=4,
+            model="", max_moves=4,
         )  # fmt: skip
         self.engine = self.member.engine
         self.now_ps = 0
@@ -201,7 +201,7 @@ def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int
         by_priority=kind == "priority",
     )  # fmt: skip
     step = SLOW if kind == "pressed" else STEP
-    both = Both(model_dir, config, shares_prefixes=kind in ("shared", "priority"), step=step)
+    both = Both(model_dir, config, step=step)
     both.engine.shortage.asks = both.shortage.asks = kind == "pressed"
     stock = documents(draw)
     most = config.num_blocks * BLOCK_SIZE

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from llumsim.cluster.control import ControlConfig
-from llumsim.cluster.hindsight import Regret
 from llumsim.cluster.lengths import LENGTHS
 from llumsim.cluster.member import Cadence
 from llumsim.cluster.metrics import Summary
 from llumsim.cluster.run import ClusterConfig, Happening, What, run
+from llumsim.cluster.truth import Regret
 from llumsim.cluster.workload import clipped, made_up
 from llumsim.engine.step_model import load_hardware
 

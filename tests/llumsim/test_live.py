@@ -25,7 +25,7 @@ from llumlet.contract.types import (
 )
 from llumsim.live import SimulatedCluster, SimulatedInstance, engine_model
 from llumsim.live.api import token_ids_of
-from llumsim.live.streams import next_token
+from llumsim.live.world import next_token
 from tests.llumlet.fake_agent import until
 
 pytestmark = pytest.mark.asyncio

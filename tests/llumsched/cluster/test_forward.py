@@ -56,7 +56,7 @@ class World:
         self.now_ps = 0
         self.member = Member(
             loop, 0, hardware, Cadence(foretold=foretold), Watcher(), lambda status: None,
-            model="", shares_prefixes=False, max_moves=4,
+            model="", max_moves=4,
         )  # fmt: skip
         self.view = View(lambda: self.now_s, wall_clock=lambda: self.now_s)
         self.account = Account(lambda: self.now_s, 10.0)

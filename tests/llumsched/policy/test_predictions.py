@@ -35,9 +35,7 @@ CONFIG = EngineConfig(num_blocks=4000, max_num_batched_tokens=512, max_num_seqs=
 def engine(config: EngineConfig = CONFIG) -> Iterator[Member]:
     hardware = replace(load_hardware("a10-llama-7b"), engine=config, step=StepModel.of_seconds(*TRUE))
     loop = VirtualLoop()
-    yield Member(
-        loop, 0, hardware, Cadence(), Watcher(), lambda status: None, model="", shares_prefixes=False, max_moves=4
-    )
+    yield Member(loop, 0, hardware, Cadence(), Watcher(), lambda status: None, model="", max_moves=4)
     loop.close()
 
 

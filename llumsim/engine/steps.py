@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a modelled engine tells of its steps, as a real one does (`vllm_llumnix.engine.load.step_times`)."""
+"""The steps of an engine: spans of similar ones, what a step computes, and what the status tells of steps."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from llumlet.contract.types import InstanceStatus, StepSample
@@ -16,8 +18,45 @@ _SAMPLE_PS: Final = PS // 10
 _KEPT: Final = 4
 
 
+@dataclass(slots=True)
+class Span:
+    """Consecutive steps, each longer than the one before by a constant."""
+
+    began_ps: int
+    first_ps: int
+    """Duration of the first step."""
+    growth_ps: int
+    length: int
+    """Number of steps; smaller once an event interrupts the span."""
+    num_settled: int = 0
+    """Steps that are accounted for."""
+    num_supplied: int = 1
+    """Steps whose blocks have been taken."""
+
+    def end_of(self, num_steps: int) -> int:
+        """The time at which `num_steps` steps have ended."""
+        return self.began_ps + num_steps * self.first_ps + self.growth_ps * (num_steps * (num_steps - 1) // 2)
+
+    def lasting(self, number: int) -> int:
+        """Duration of the step after `number` others."""
+        return self.first_ps + self.growth_ps * number
+
+    def age(self, now_ps: int) -> int:
+        """Time since the step under way began."""
+        return now_ps - self.end_of(min(self.num_ended(now_ps), self.length - 1))
+
+    def num_ended(self, now_ps: int) -> int:
+        """The greatest number, however long the span is, with `end_of(number) <= now_ps`."""
+        passed, growth = now_ps - self.began_ps, self.growth_ps
+        if not growth:
+            return passed // self.first_ps
+        # growth · n² + (2 · first - growth) · n <= 2 · passed
+        linear = 2 * self.first_ps - growth
+        return max((math.isqrt(linear * linear + 8 * growth * passed) - linear) // (2 * growth), 0)
+
+
 class Batch(NamedTuple):
-    """What a step computes, in the terms of `step_model`."""
+    """The work of a step, in the terms of `step_model`."""
 
     prefill_tokens: int = 0
     pairs: int = 0
@@ -26,7 +65,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(num_decodes: int, decode_kv: int, chunks: Iterable[tuple[EngineRequest, int]]) -> Batch:
-    """Decodes, and chunks that are counted as computed already; one of a single token is a decode, too."""
+    """Sum up decodes and chunks, whose tokens are counted as computed already. A chunk of one token is a decode."""
     prefill_tokens = num_pairs = 0
     for request, number in chunks:
         if number == 1:
@@ -39,10 +78,12 @@ def batch_of(num_decodes: int, decode_kv: int, chunks: Iterable[tuple[EngineRequ
 
 
 class StepTimes:
+    """What an engine tells of its steps, as production does (`vllm_llumnix.engine.load.step_times`)."""
+
     def __init__(self) -> None:
         self._samples: deque[StepSample] = deque(maxlen=_KEPT)
         self._sampled_ps = {True: -PS, False: -PS}
-        """The end of the last sample with prefills, and without."""
+        """End of the last sample with prefills, and without."""
         self.num_gone = self.gone_tokens = 0
         """Requests that ran and are gone, and their tokens."""
         self._number = self._requests = self._kv = self._lasted_ps = 0
@@ -56,8 +97,8 @@ class StepTimes:
             self._samples.append(StepSample(number=number, seconds=lasted_ps / PS, **batch._asdict()))
 
     def decoded(self, batch: Batch, growth: int, first: int, number: int, lasted_ps: int) -> None:
-        """So many steps alike have ended, the `first` after the one with this batch, of which each read `growth` tokens
-        more than the one before."""
+        """`number` similar steps have ended, the first of them `first` steps after the one with this batch. Each read
+        `growth` tokens more than the one before."""
         if not batch.num_decodes:
             return
         self._number += number
@@ -66,7 +107,7 @@ class StepTimes:
         self._lasted_ps += lasted_ps
 
     def gone(self, num_tokens: int) -> None:
-        """A request of so many tokens that ran is gone."""
+        """A request of `num_tokens` that ran is gone."""
         self.num_gone += 1
         self.gone_tokens += num_tokens
 

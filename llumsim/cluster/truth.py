@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dispatch would have chosen, had it seen every instance as it was at that moment.
+"""The scheduler's decisions and its view, compared with the truth that only a simulation knows.
 
-A second dispatcher with the same policy is told of now: a status of each instance, made for the occasion, and what is
-on its way to it. Before the first one's choice is on that way as well, it decides, too. It changes nothing.
+`Hindsight` decides every dispatch again with statuses of that very moment. `Foresight` compares, at intervals, the
+scheduler's view with the instances. Neither changes the run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from typing import Final
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers.account import Account
+from llumsched.cluster.table import Table
 from llumsched.cluster.view import View
 from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.foresight.moved_on import Forward
 from llumsched.policy.document import Policy
 from llumsched.policy.metrics import METRICS
 from llumsched.request import Request
+from llumsim import PS
+from llumsim.clock import VirtualLoop
 
 _PREFILLS: Final = METRICS["all_prefills_tokens_num"]
 _MEMORY: Final = METRICS["kv_cache_usage_ratio_projected"]
@@ -79,3 +83,56 @@ class Hindsight:
     def released(self, request_id: str, instance_ids: Collection[str]) -> None:
         """Takes back a request that did not get there."""
         self._account.released(request_id, instance_ids)
+
+
+_KV, _BATCH = "num_used_gpu_tokens", "scheduler_running_to_decode_requests_num"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """One instance at one moment: what was said less what was true."""
+
+    reported_kv: float
+    """Share of the KV cache."""
+    moved_kv: float
+    reported_batch: float
+    """Requests that run and have tokens to decode."""
+    moved_batch: float
+    age_s: float
+    """Of the status."""
+    num_gone: int
+    """Requests that have ended since."""
+
+
+class Foresight:
+    def __init__(
+        self, loop: VirtualLoop, every_s: float, table: Table, statuses: Callable[[], Iterable[InstanceStatus]]
+    ) -> None:
+        """`statuses`: of all instances, now."""
+        self.misses: list[Miss] = []
+        self._loop = loop
+        self._every_ps = round(every_s * PS)
+        self._table = table
+        self._statuses = statuses
+        loop.at(loop.now_ps + self._every_ps, self._look)
+
+    def _look(self, now_ps: int) -> None:
+        now_s, table = self._loop.time(), self._table
+        forward = Forward(table, now_s)
+        for true in self._statuses():
+            row = table.index.get(true.instance_id)
+            status = None if row is None else table.instances[row].status
+            if row is None or status is None:
+                continue
+            kv, batch = true.num_used_gpu_tokens, true.scheduler_running_to_decode_requests_num
+            self.misses.append(
+                Miss(
+                    (float(table[_KV][row]) - kv) / true.num_total_gpu_tokens,
+                    (float(forward[_KV][row]) - kv) / true.num_total_gpu_tokens,
+                    float(table[_BATCH][row]) - batch,
+                    float(forward[_BATCH][row]) - batch,
+                    now_s - table.instances[row].as_of_s,
+                    true.num_gone - status.num_gone,
+                )
+            )
+        self._loop.at(now_ps + self._every_ps, self._look)

@@ -24,10 +24,9 @@ from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
 from llumsched.foresight.moved_on import move_on
 from llumsched.foresight.outlook import Outlook
-from llumsched.rescheduling.executing.counters import RescheduleCounters
 from llumsched.rescheduling.executing.executor import Connect, Executor, connect
 from llumsched.rescheduling.executing.history import History
-from llumsched.rescheduling.executing.records import PassRecord, Records
+from llumsched.rescheduling.executing.records import PassRecord, Records, RescheduleCounters
 from llumsched.rescheduling.executing.waking import Waking
 from llumsched.rescheduling.planning.draft import Shares, caches_unknown
 from llumsched.rescheduling.planning.dry_run import DryRun, PassWatcher

@@ -11,7 +11,7 @@ import pytest
 
 from llumlet.contract.types import MigrateRequest, MigrationReqPolicy, MigrationType
 from llumlet.protocol.move.selection import Order, Unit
-from llumsched.rescheduling.executing.choice import choose
+from llumsched.rescheduling.executing.orders import choose
 from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from tests.engine.loop import new_loop
 from vllm_llumnix.engine.compatibility.identity import EngineFacts, EngineIdentity

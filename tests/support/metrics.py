@@ -23,7 +23,7 @@ from llumsched.gateway.gateway_metrics import Metrics
 from llumsched.policy.document import Mode, load_policy
 from llumsched.prefix.hits import PrefixHits
 from llumsched.prefix.index import PrefixIndex
-from llumsched.rescheduling.executing.counters import RescheduleCounters
+from llumsched.rescheduling.executing.records import RescheduleCounters
 from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 from llumsched.scheduler import scheduler_metrics
 from llumsched.scheduler.scale_advice import Scaling

@@ -33,11 +33,9 @@ from llumlet.process.credentials import NONE, Credentials
 from llumlet.process.tasks import cancel
 from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.executing.blame import Blame, blame_for
-from llumsched.rescheduling.executing.choice import choose, num_tokens
-from llumsched.rescheduling.executing.counters import RescheduleCounters
 from llumsched.rescheduling.executing.history import History
-from llumsched.rescheduling.executing.message import migrate_request
-from llumsched.rescheduling.executing.records import MoveRecord, Outcome, Records
+from llumsched.rescheduling.executing.orders import choose, migrate_request, num_tokens
+from llumsched.rescheduling.executing.records import MoveRecord, Outcome, Records, RescheduleCounters
 from llumsched.rescheduling.planning.moves import Move, Purpose
 from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 

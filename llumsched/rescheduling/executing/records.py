@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import Counter as PrometheusCounter
+
 from llumsched.rescheduling.planning.moves import Move
 from llumsched.rescheduling.planning.planner import PolicyResult
 
@@ -20,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 NUM_PASSES: Final = 600
 NUM_MOVES: Final = 1000
+_MS_BUCKETS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 _T = TypeVar("_T")
 
@@ -149,3 +153,77 @@ class Records:
 
 def _newest(records: Collection[_T], number: int) -> list[_T]:
     return list(records)[max(len(records) - number, 0) :]
+
+
+class RescheduleCounters:
+    """Registers in `registry`; one per registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._total = PrometheusCounter(
+            "scheduler_rescheduling",
+            "Moves that were asked for.",
+            ("rescheduling_req_select_rule", "rescheduling_req_select_order"),
+            registry=registry,
+        )
+        self._failed = PrometheusCounter(
+            "scheduler_rescheduling_failed",
+            "Calls to sources that failed, and those that moved nothing of what they selected; timeouts included.",
+            registry=registry,
+        )
+        self._timeouts = PrometheusCounter(
+            "scheduler_rescheduling_timeouts",
+            "Calls in which the source fell silent.",
+            registry=registry,
+        )
+        self._outcomes = PrometheusCounter(
+            "scheduler_rescheduling_outcomes",
+            "Calls that ended, by policy and outcome.",
+            ("policy", "outcome"),
+            registry=registry,
+        )
+        self._requests = PrometheusCounter(
+            "scheduler_rescheduling_requests",
+            "Requests that changed place.",
+            ("policy",),
+            registry=registry,
+        )
+        self._refusals = PrometheusCounter(
+            "scheduler_rescheduling_refusals",
+            "Requests that stayed, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+        self._open = Gauge("scheduler_rescheduling_open_moves", "Calls under way.", registry=registry)
+        self._pass = Histogram(
+            "scheduler_rescheduling_pass_duration_milliseconds",
+            "Planning, without the moves.",
+            buckets=_MS_BUCKETS,
+            registry=registry,
+        )
+
+        self._broken = PrometheusCounter(
+            "scheduler_rescheduling_broken_passes",
+            "Passes that ended with an error of the rescheduler's own; the log has it.",
+            registry=registry,
+        )
+
+    def broke(self) -> None:
+        self._broken.inc()
+
+    def began(self, move: Move) -> None:
+        self._total.labels(str(move.selection.unit), str(move.selection.order)).inc()
+        self._open.inc()
+
+    def ended(self, record: MoveRecord) -> None:
+        self._open.dec()
+        if record.outcome in (Outcome.FAILED, Outcome.TIMEOUT, Outcome.STAYED):
+            self._failed.inc()
+        if record.outcome is Outcome.TIMEOUT:
+            self._timeouts.inc()
+        self._outcomes.labels(record.move.policy, str(record.outcome)).inc()
+        self._requests.labels(record.move.policy).inc(record.num_moved)
+        for reason, number in record.refusals.items():
+            self._refusals.labels(reason).inc(number)
+
+    def passed(self, duration_ms: float) -> None:
+        self._pass.observe(duration_ms)

@@ -14,8 +14,8 @@ from llumsched.cluster.providers import Provider
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
-from llumsched.rescheduling.executing.choice import choose
 from llumsched.rescheduling.executing.history import History
+from llumsched.rescheduling.executing.orders import choose
 from llumsched.rescheduling.planning.draft import caches_unknown
 from llumsched.rescheduling.planning.moves import Move
 from llumsched.rescheduling.planning.planner import Plan, plan

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llumlet.contract.types import Mode, RequestInfo
 from llumlet.protocol.move import selection as llumlet
 from llumlet.protocol.move.selection import Order, Unit
-from llumsched.rescheduling.executing.choice import choose
+from llumsched.rescheduling.executing.orders import choose
 from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 
 CAPACITY = 10_000

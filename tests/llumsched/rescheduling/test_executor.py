@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry
 from llumlet.contract.types import Reason
 from llumlet.protocol.move.selection import Order, Unit
 from llumsched.cluster.view import View
-from llumsched.rescheduling.executing.counters import RescheduleCounters
 from llumsched.rescheduling.executing.executor import Executor
 from llumsched.rescheduling.executing.history import History
-from llumsched.rescheduling.executing.records import MoveRecord, Outcome, Records
+from llumsched.rescheduling.executing.records import MoveRecord, Outcome, Records, RescheduleCounters
 from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsim.live import SimulatedCluster, SimulatedRequest, engine_model

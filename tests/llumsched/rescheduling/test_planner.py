@@ -17,7 +17,7 @@ from llumsched.cluster.providers.status import Cargo
 from llumsched.cluster.table import standard_table
 from llumsched.latency.fitting import Coefficients
 from llumsched.rescheduling.executing.history import History
-from llumsched.rescheduling.executing.message import migrate_request
+from llumsched.rescheduling.executing.orders import migrate_request
 from llumsched.rescheduling.planning.balance import MetricBalancePairs
 from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from llumsched.rescheduling.planning.planner import plan, screened

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be read of a cluster in columns, and the types of what is read."""
+"""The columns of a cluster, and their types."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Values = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 """Columns, one below the other."""
 Mask = NDArray[np.bool_]
-"""A truth for each row."""
+"""A truth value for each row."""
 Rows = NDArray[np.intp]
 """Numbers of rows."""
 
 
 class UnknownColumn(KeyError):
-    """There is no column of this name."""
+    """Raised for an unknown column name."""
 
     def __str__(self) -> str:
         return f"no column is called {self.args[0]!r}"
@@ -39,12 +39,12 @@ class IdOrder:
 
 
 class Columns(Protocol):
-    """Numbers by name: arrays of one length, or single numbers that hold for all rows."""
+    """Numbers by name: arrays of one length, or single numbers for all rows."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, name: str) -> Values:
-        """A column, not to be written to, and void when the instances change. Raises UnknownColumn."""
+        """A column, read-only and valid until the instances change. Raises UnknownColumn."""
         ...
 
 
@@ -65,11 +65,11 @@ class Cluster(Columns, Protocol):
     def order(self) -> IdOrder: ...
 
     def consecutive(self, first: str, number: int) -> Matrix:
-        """So many columns of one provider, from the `first` on, without a copy. Raises UnknownColumn."""
+        """`number` columns of one provider, from `first` on, without a copy. Raises UnknownColumn."""
         ...
 
     def serving(self, model: str) -> Mask:
-        """Rows of the instances that serve a model; all of them for an empty name."""
+        """Rows of the instances that serve a model; all for ""."""
         ...
 
 
@@ -79,6 +79,6 @@ def base_model(instance: Instance) -> str:
 
 
 def serves(instance: Instance, model: str) -> bool:
-    """Whether an instance serves a model, by the names of its API server; by the engine's model if there are none."""
+    """True if an instance serves a model under a name of its API server, or of the engine if there are none."""
     metadata = instance.metadata
     return not model or model in (metadata.served_models or (metadata.model,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances fail together."""
+"""Instances that fail together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llumsched.cluster.columns import Columns, Mask
 
 
 class FailoverDomain(StrEnum):
-    """What fails with an instance. One without a node or a unit fails alone; a unit has more than one member only with
-    data parallelism, so that engines without it never fail each other, whatever their `unit_id`."""
+    """The instances that fail with an instance. Without a node or unit, an instance fails alone. A unit has several
+    members only with data parallelism."""
 
     INSTANCE = "instance"
     NODE = "node"
@@ -22,7 +22,7 @@ class FailoverDomain(StrEnum):
 
 
 def failing_with(domain: FailoverDomain, failed: Mask, cluster: Columns, lost: Columns | None = None) -> Mask:
-    """The failed instances, and those that share their domain, or that of one which is `lost`."""
+    """The failed instances, and those that share a domain with them or with a `lost` one."""
     if domain in (FailoverDomain.NODE, FailoverDomain.NODE_UNIT):
         failed = failed | _sharing("node", failed, cluster, lost)
     if domain in (FailoverDomain.INSTANCE_UNIT, FailoverDomain.NODE_UNIT):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of one engine at a moment."""
+"""An engine's state at one moment."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from llumlet.process.addresses import Address
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One life of one engine. A new object with every change: what a reader holds does not change under it."""
+    """One life of one engine. Every change makes a new object, so that readers keep a consistent one."""
 
     metadata: InstanceMetadata
     status: InstanceStatus | None
-    """The newest status; None until the first one has come: nothing is sent to such an instance."""
+    """The newest status; None before the first, when nothing is sent to the instance."""
     received_s: float
-    """The time at which the newest status (before it, the metadata) was received, by this process's monotonic clock."""
+    """When the newest status (or before it, the metadata) was received, on this process's monotonic clock."""
     late_s: float = 0.0
-    """How long the newest status was on its way, as far as the clocks of both ends can tell; 0 if that is next to
-    nothing, or nonsense."""
+    """Transport time of the newest status, as far as both clocks tell; 0 if it is negligible or nonsense."""
     numbers: tuple[float, ...] = field(default=(), compare=False, repr=False)
-    """Numbers of the status, if they were read when it was taken, in the order of the table."""
+    """Numbers of the status, if already read, in the order of the table."""
 
     @property
     def id(self) -> str:
@@ -38,7 +37,7 @@ class Instance:
 
     @property
     def as_of_s(self) -> float:
-        """The moment that the newest status shows, by this process's monotonic clock."""
+        """The moment of the newest status on this process's monotonic clock."""
         return self.received_s - self.late_s
 
     def age_s(self, now_s: float) -> float:

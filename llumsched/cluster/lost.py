@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that have gone without a word: silent, or cut off, and not come back.
+"""Instances that fell silent or were cut off, and have not returned.
 
-Nothing is sent to them, so they are in no view. But they say something of who shares a failure domain with them, for
-`FAILS_S`.
+They are in no view and get no requests, but count as failed for their failure domains during `FAILS_S`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Final
 from llumsched.cluster.instance import Instance
 
 FAILS_S: Final = 60.0
-"""Time for which a lost instance counts as failed for who shares its failover domain."""
+"""Time for which a lost instance counts as failed for its failure domain."""
 _MOST: Final = 10_000
 
 
@@ -31,24 +30,24 @@ class Lost:
         return instance_id in self._instances
 
     def add(self, instance: Instance) -> None:
-        """Keeps an instance as it was last."""
+        """Keeps the last state of an instance."""
         self._instances.pop(instance.id, None)
         self._instances[instance.id] = self._clock(), instance
         if len(self._instances) > _MOST:
             del self._instances[next(iter(self._instances))]
 
     def discard(self, instance_id: str) -> None:
-        """Drops an instance that is back, or has said good-bye after all."""
+        """Drops an instance that has returned or signed off."""
         self._instances.pop(instance_id, None)
 
     def within(self, seconds: float) -> tuple[Instance, ...]:
-        """Instances lost no longer ago than this."""
+        """Instances lost within the last `seconds`."""
         if not self._instances:
             return ()
         since_s = self._clock() - seconds
         return tuple(instance for lost_s, instance in self._instances.values() if lost_s >= since_s)
 
     def ages_s(self) -> dict[str, float]:
-        """How long ago each was lost."""
+        """Seconds since each was lost."""
         now_s = self._clock()
         return {instance_id: now_s - lost_s for instance_id, (lost_s, _) in self._instances.items()}

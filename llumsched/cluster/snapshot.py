@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster as it was at one moment, for a pass of the rescheduler or a scrape."""
+"""The cluster at one moment, for a pass of the rescheduler or a scrape."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llumsched.cluster.instance import Instance
 
 
 class Snapshot:
-    """A `Cluster` that nobody else writes to. Rows are in the order of the ids, so a stable sort breaks ties by id."""
+    """A `Cluster` that does not change. Rows are in the order of ids, so that a stable sort breaks ties by id."""
 
     def __init__(self, names: Mapping[str, int], instances: Sequence[Instance], numbers: Matrix) -> None:
-        """`numbers` by column and row; `names` says which column is which."""
+        """`numbers` by column and row; `names` gives the index of each column."""
         self.instances = instances
         self.ids = [instance.id for instance in instances]
         self.index = {instance_id: row for row, instance_id in enumerate(self.ids)}
@@ -25,7 +25,7 @@ class Snapshot:
         return Snapshot(self._names, self.instances, self._numbers.copy())
 
     def with_lost(self, lost: Snapshot) -> Snapshot:
-        """A snapshot with the instances that went without a word a while ago, as they were last."""
+        """A snapshot that also has recently lost instances in their last state."""
         lost["lost"][:] = 1
         instances = [*self.instances, *lost.instances]
         rows = sorted(range(len(instances)), key=lambda row: instances[row].id)
@@ -56,8 +56,7 @@ class Snapshot:
         return np.array([serves(instance, model) for instance in self.instances], np.bool_)
 
     def add(self, row: int, weight: Mapping[str, float]) -> None:
-        """Adds `weight`, by column, as if it had come to the instance (or left it, where it is negative). Nothing falls
-        below 0."""
+        """Adds `weight`, by column, to an instance, not below 0."""
         for name, number in weight.items():
             column = self[name]
             column[row] = max(column[row] + number, 0.0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster in columns, kept current: what changes is one row, what a decision reads are arrays.
+"""The cluster in columns: a change updates one row, and a decision reads arrays.
 
-It observes a view after its providers, so that what they know of an instance is settled before its row is written.
+It observes a view after its providers, which must know an instance before its row is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Owner:
 
 
 class Table:
-    """A `Cluster`. Rows are dense: the last one takes the place of one that leaves."""
+    """A `Cluster` with dense rows: the last one replaces one that leaves."""
 
     def __init__(self, providers: Sequence[Provider]) -> None:
         """Raises ValueError if two own columns of one name."""
@@ -39,17 +39,17 @@ class Table:
         self._owners = list(_owners(providers))
         self._names = _positions(providers)
         self._numbers = np.zeros((len(self._names), _FIRST_SIZE))
-        """Numbers by column, then by row: a column is read in one piece."""
+        """Numbers by column, then row, so that a column is contiguous."""
         self._models: Counter[str] = Counter()
         """Number of instances that serve each model."""
         self._serving: dict[str, Mask] = {}
         self._reported: dict[int, Instance] = {}
-        """Rows with a newer status than they show, and what they show. They are written together when a column is read:
+        """Rows with a newer status than they show, and the shown one. They are updated when a column is read, as
         statuses come more often than decisions."""
         self._order: IdOrder | None = None
         self._base_models: frozenset[str] | None = None
         self.on_unserved: Callable[[str], None] = lambda model: None
-        """Hears of each model that the last instance has ceased to serve."""
+        """Called for each model that no instance serves any more."""
         self.after = tuple(providers)
         """Providers, which hear of a change before the row is written."""
         for owner in self._owners:
@@ -125,7 +125,7 @@ class Table:
 
     @property
     def base_models(self) -> frozenset[str]:
-        """The first name that each instance serves: that of its model; adapters come after it."""
+        """The first name that each instance serves: its model's. Adapters come after it."""
         if self._base_models is None:
             self._base_models = frozenset(map(base_model, self.instances))
         return self._base_models
@@ -138,7 +138,7 @@ class Table:
         return self._serving[model]
 
     def snapshot(self, lost: Sequence[Instance] = ()) -> Snapshot:
-        """A copy, by id: of the instances that have reported, and of those that are `lost`, as they were last."""
+        """A copy, by id, of the instances that have reported and of the `lost` ones in their last state."""
         by_id = np.argsort(self.order.rank)
         rows = by_id[self["reported"][by_id] > 0]
         known = Snapshot(self._names, [self.instances[row] for row in rows], self._numbers[:, rows])
@@ -208,7 +208,7 @@ class Table:
 
 
 def standard_table(in_flight: Provider, *others: Provider) -> Table:
-    """A table of what instances report and are, what was sent to them, and what others know of them."""
+    """A table of statuses, metadata, sent requests and the columns of `others`."""
     return Table([StatusColumns(), MetadataColumns(), in_flight, *others])
 
 

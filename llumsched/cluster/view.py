@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instances of the cluster as they are known here, and who wants to hear of changes.
+"""The known instances of the cluster, and the observers of their changes.
 
-A `View` belongs to one event loop. A store writes it (`put_metadata`, `put_status`, `remove`, `lose`), everybody else
-reads and observes it. Nothing here waits for the network: what is known may be old, and says how old it is.
+A `View` belongs to one event loop. A store writes it (`put_metadata`, `put_status`, `remove`, `lose`); all others read
+and observe it. Nothing here waits for the network: knowledge may be old, and tells its age.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from llumsched.cluster.lost import Lost
 
 logger = logging.getLogger(__name__)
 _LEAST_LATE_S: Final = 0.05
-"""Statuses take milliseconds, and clocks differ by as much."""
+"""Smallest delay of a status that counts: transport takes milliseconds, and clocks differ by as much."""
 _MOST_LATE_S: Final = 30.0
-"""A clock that is further behind is wrong, and not the status late."""
+"""Largest delay of a status that counts: beyond that the clock is wrong."""
 
 
 @runtime_checkable
@@ -35,13 +35,13 @@ class Observer(Protocol):
     """
 
     def appeared(self, instance: Instance) -> None:
-        """Hears of an id that was not there, or of a new life of one that was (after `left`)."""
+        """Called for a new id, or a new life of one (after `left`)."""
 
     def changed(self, instance: Instance) -> None:
-        """Hears of a newer status, or of other metadata."""
+        """Called for a newer status or other metadata."""
 
     def left(self, instance: Instance) -> None:
-        """Hears of an instance that leaves, as it was last."""
+        """Called for an instance that leaves, with its last state."""
 
 
 def in_order(observers: Iterable[Observer]) -> list[Observer]:
@@ -58,8 +58,7 @@ def in_order(observers: Iterable[Observer]) -> list[Observer]:
 class View(Mapping[str, Instance]):
     """Instances by id.
 
-    `heard_s` is when the store that feeds the view was last reached: a view that is fed by a lost store stays as it
-    was, and grows old.
+    `heard_s`: when the store was last reached. While the store is lost the view stays and ages.
     """
 
     def __init__(
@@ -71,13 +70,13 @@ class View(Mapping[str, Instance]):
         self._instances: dict[str, Instance] = {}
         self._observers: list[Observer] = []
         self._of_statuses: list[Observer] = []
-        """Observers that hear of every status."""
+        """Observers of every status."""
         self._faults: set[tuple[str, type[Exception]]] = set()
-        """Faults of observers that were told in the log."""
+        """Faults of observers that were logged."""
         self.lost = Lost(clock)
         self.heard_s = clock()
         self.connected = True
-        """Whether the store can be reached now, as far as is known."""
+        """True if the store can be reached, as far as is known."""
 
     # Reading
 
@@ -92,12 +91,12 @@ class View(Mapping[str, Instance]):
 
     @property
     def age_s(self) -> float:
-        """Seconds since the store was last heard; 0 while it is connected."""
+        """Seconds since the store was last heard; 0 while connected."""
         return 0.0 if self.connected else self._clock() - self.heard_s
 
     def observe(self, *observers: Observer) -> Callable[[], None]:
-        """Tells observers of all instances there are, and of every change until the returned function is called. Each
-        hears of a change after the observers that it depends on, whichever were added first."""
+        """Tells observers of all present instances, and of every change until the returned function is called. Each
+        hears of a change after the observers that it depends on."""
         added = in_order(observers)
         for one in added:
             for instance in list(self._instances.values()):
@@ -112,7 +111,7 @@ class View(Mapping[str, Instance]):
     # Writing
 
     def put_metadata(self, metadata: InstanceMetadata) -> None:
-        """Takes an instance in, or its new metadata. One of the same id and another incarnation is gone with it."""
+        """Adds an instance, or updates its metadata. Another incarnation of the same id leaves."""
         self.lost.discard(metadata.instance_id)
         known = self._instances.get(metadata.instance_id)
         if known is not None and known.metadata.incarnation != metadata.incarnation:
@@ -124,8 +123,8 @@ class View(Mapping[str, Instance]):
             self._keep(replace(known, metadata=metadata))
 
     def put_status(self, status: InstanceStatus, age_s: float = 0.0, numbers: tuple[float, ...] = ()) -> bool:
-        """Takes a status that left its instance `age_s` ago. False, and nothing is changed, for one of an instance or a
-        life that is not known, or that is not newer than the one that is there. `numbers`: `Instance.numbers`."""
+        """Takes a status that left its instance `age_s` ago. Returns False, without a change, for an unknown life or a
+        status that is not newer. `numbers`: `Instance.numbers`."""
         known = self._instances.get(status.instance_id)
         if known is None or known.metadata.incarnation != status.incarnation:
             return False
@@ -144,12 +143,12 @@ class View(Mapping[str, Instance]):
         return late_s if _LEAST_LATE_S < late_s < _MOST_LATE_S else 0.0
 
     def remove(self, instance_id: str) -> None:
-        """Takes out an instance that is gone, and has said so."""
+        """Removes an instance that has signed off."""
         self.lost.discard(instance_id)
         self._take_out(instance_id)
 
     def lose(self, instance_id: str) -> None:
-        """Takes out an instance that is gone without a word. Observers hear what they hear of any that leaves."""
+        """Removes an instance that was lost. Observers hear `left`."""
         gone = self._take_out(instance_id)
         if gone is not None:
             self.lost.add(gone)
@@ -167,7 +166,7 @@ class View(Mapping[str, Instance]):
             self._tell(observer.appeared if appeared else observer.changed, instance)
 
     def _tell(self, hear: Callable[[Instance], None], instance: Instance) -> None:
-        """Tells one observer. If it raises, the others hear of it all the same, and the store goes on."""
+        """Tells one observer. If it raises, the others still hear of the change."""
         try:
             hear(instance)
         except Exception as error:
@@ -178,7 +177,7 @@ class View(Mapping[str, Instance]):
 
 
 def _without_time(metadata: InstanceMetadata) -> InstanceMetadata:
-    """Metadata without what a repetition that only keeps an entry alive changes."""
+    """Metadata without the fields that change in repetitions."""
     same = InstanceMetadata()
     same.CopyFrom(metadata)
     same.ClearField("utc_update")

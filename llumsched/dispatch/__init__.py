@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instance a request goes to: a policy run over the table of the cluster, and what came of it."""
+"""The choice of an instance for a request: a policy run over the table of the cluster."""

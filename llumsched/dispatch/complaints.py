@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that gateways complain of: what one has learned from failures, all know.
+"""Gateways' complaints about instances, shared with all gateways.
 
-What an instance says itself (it answers with errors, refuses what others take, is slow) is believed from one gateway,
-for all of them. That it cannot be reached may be the trouble of the gateway or its machine: it counts for itself at
-once, and for the others when more than half of the machines with gateways that were heard of lately say the same. The
-gateways of one machine share its vote. Out of all instances at most a half is refused, those first that most complain
-of; who cannot be reached is refused in any case.
+Complaints about an instance's behaviour (errors, refusals, slowness) are believed from one gateway, for all. An
+unreachable instance may be the fault of the gateway's machine: it is avoided by that gateway at once, and by all when
+more than half of the machines with recently heard gateways agree. At most half of all instances are refused, those with
+the most complaints first; unreachable ones are always refused.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from llumsched.cluster.instance import Instance
 _MOST_GATEWAYS: Final = 10_000
 _MOST_REFUSED: Final = 0.5
 _DIGITS: Final = 9
-"""Digits of a sum of shares that count."""
+"""Significant digits of a sum of shares."""
 _OF_THE_WAY: Final = frozenset((Cause.UNREACHABLE, Cause.SILENCE))
-"""Causes that may be the network's fault, or the gateway's."""
+"""Causes that may be the network's or the gateway's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Complaint:
     why: str
     """The reason, for people."""
     since_s: float
-    """The beginning, by the clock of `Complaints`."""
+    """The beginning, on the clock of `Complaints`."""
 
 
 @dataclass(slots=True)
@@ -53,16 +52,16 @@ class Complaints:
         self._gateways: dict[str, _Complainer] = {}
         self._addresses: dict[str, Address] = {}
         self._ids: defaultdict[Address, set[str]] = defaultdict(set)
-        """Ids of the instances behind an API server: several, if it has data-parallel ranks."""
+        """Ids of the instances behind an API server: several with data-parallel ranks."""
         self._refused: dict[str, Mapping[str, str]] = {}
-        """Answers of `of`, while nothing changes; "" is any gateway that has not said anything."""
+        """Cached results of `of`; "" is any gateway without complaints."""
         self._valid_until_s = float("inf")
 
     # From gateways
 
     def complain(self, gateway_id: str, complaints: Mapping[Address, Complaint], ttl_s: float, host: str = "") -> None:
-        """Takes all that this gateway complains of now; what it said before is void, and this is after `ttl_s`.
-        `host`: its machine; empty: one of its own."""
+        """Takes all present complaints of a gateway, which replace its earlier ones and expire after `ttl_s`. `host`:
+        its machine; "" counts as a machine of its own."""
         known = self._gateways.pop(gateway_id, None)
         if len(self._gateways) >= _MOST_GATEWAYS:
             del self._gateways[next(iter(self._gateways))]
@@ -95,11 +94,11 @@ class Complaints:
     # For decisions
 
     def ids_at(self, address: Address) -> frozenset[str]:
-        """Ids of the instances whose API server it is."""
+        """Ids of the instances behind this API server."""
         return frozenset(self._ids.get(address, ()))
 
     def of(self, gateway_id: str) -> Mapping[str, str]:
-        """Instances to which this gateway's requests are not sent, by id, and why not."""
+        """Instances that get none of this gateway's requests, by id, with the reason."""
         if not self._gateways:
             return {}
         if self._clock() >= self._valid_until_s:

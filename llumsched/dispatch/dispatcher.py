@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to instances: runs the policy over the table, and keeps account of what it placed."""
+"""The dispatcher: places requests by the policy over the table, and keeps account of them."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ _MOST_REMEMBERED = 100_000
 
 
 class NotPlacedKind(StrEnum):
-    """Why a request was not placed, by the names of the counter `scheduler_scheduling_failed_total`."""
+    """Reasons why a request was not placed, as labels of `scheduler_scheduling_failed_total`."""
 
     ENDPOINT_NOT_FOUND = "endpoint_not_found"
-    """No instance serves the model, now or lately."""
+    """No instance serves the model, now or recently."""
     MODEL_AWAY = "model_away"
-    """No instance serves the model now, but one did lately, or it is configured."""
+    """No instance serves the model now, but one did recently, or it is configured."""
     MODEL_NEEDED = "model_needed"
     """The request names no model, and instances serve several."""
     NO_AVAILABLE_ENDPOINT = "no_available_endpoint"
     NO_ENDPOINT_IN_TIME = "no_endpoint_in_time"
-    """Somebody would take it if it might not wait."""
+    """An instance would take the request if it might not wait."""
     NO_MATCH_INFER_TYPE = "no_match_infer_type"
     CMS_NOT_AVAILABLE = "cms_not_available"
-    """A cluster of which no instance is known, and the store cannot be reached."""
+    """No instance is known, and the store cannot be reached."""
     PROMPT_TOO_LONG = "prompt_too_long"
-    """No instance that serves the model can hold the prompt."""
+    """No instance of the model can hold the prompt."""
     WARMING = "warming"
-    """A scheduler that does not know enough yet to choose."""
+    """The scheduler does not know enough instances yet."""
 
 
 class NotPlaced(Exception):
@@ -73,25 +73,25 @@ class Assignment:
     instance: Instance
     fallback: bool
     num_hit_tokens: int = 0
-    """Tokens of the prompt that the instance had in its prefix cache, as far as was known."""
+    """Tokens of the prompt known to be in the instance's prefix cache."""
     predicted: dict[str, float] = field(default_factory=dict)
-    """What was predicted there, as `Candidates.predicted` says."""
+    """The predictions there, as in `Candidates.predicted`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What a dispatcher goes by beside the reports of instances and the requests that it has sent."""
+    """The dispatcher's knowledge beside the reports of instances and the sent requests."""
 
     profiles: Sequence[Profile] = ()
-    """Step models of engines that have not told of their steps yet."""
+    """Step models for engines without measured steps."""
     hits: PrefixHits | None = None
     """Contents of the instances' prefix caches."""
     providers: Sequence[RequestProvider] = ()
-    """Columns beside those of the table, asked for with each request."""
+    """Further columns, asked for with each request."""
     models: Collection[str] = ()
-    """Models that are known before an instance has served them."""
+    """Models that are known before an instance serves them."""
     warms_up_s: float = 0.0
-    """Time without a new instance before one is chosen among those that have come."""
+    """Time without a new instance before the first choice."""
     forecast: Forecast | None = None
     """Adds columns to the table by which it can be moved on to now."""
     forward: bool = False
@@ -102,7 +102,7 @@ _NOTHING_ELSE: Final = Knowledge()
 
 
 class Dispatcher:
-    """Places requests, on one event loop, one after the other: each decision sees what those before it placed."""
+    """Places requests one after the other on one event loop: each decision sees the earlier placements."""
 
     def __init__(
         self,
@@ -144,10 +144,10 @@ class Dispatcher:
         gateway_id: str = "",
         tried: frozenset[str] | None = None,
     ) -> list[Assignment]:
-        """An instance for each stage, or, if one of them finds none, for none. Raises NotPlaced.
+        """Places a request at an instance for each stage, or at none if a stage finds none. Raises NotPlaced.
 
-        `tried`: ids of all instances that had the request and failed it; None: its gateway does not tell, and it is
-        known by its id. That of a gateway that tells may be a session's, which comes again and again.
+        `tried`: ids of the instances that failed the request. None: its gateway does not tell, and a repeated id counts
+        as a retry.
         """
         if warming := self._warming:
             raise NotPlaced(NotPlacedKind.WARMING, warming)
@@ -191,7 +191,7 @@ class Dispatcher:
         gateway_id: str = "",
         tried: frozenset[str] | None = None,
     ) -> Mapping[InferType, Decision]:
-        """The decisions that `schedule` would make now. Changes nothing. Raises NotPlaced for what no run can tell."""
+        """The decisions that `schedule` would make now. Changes nothing. Raises NotPlaced if no policy can run."""
         if not self.view and not self.view.connected:
             raise NotPlaced(NotPlacedKind.CMS_NOT_AVAILABLE, "cms not available")
         context = Context(
@@ -216,7 +216,7 @@ class Dispatcher:
         return decisions
 
     def refusal(self) -> str:
-        """Why nobody would take a request now, of whatever model; empty if somebody would."""
+        """The reason why no request would be placed now; "" if one would."""
         if warming := self._warming:
             return warming
         try:
@@ -232,7 +232,7 @@ class Dispatcher:
         return f"warming: {len(self.view)} instances are known so far"
 
     def release(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
-        """Takes back a request that did not get there, or is over there. Idempotent."""
+        """Takes back a request that did not arrive or has ended. Idempotent."""
         self.ledger.released(request_id, instance_ids, gateway_id)
 
     def _earlier_tries(self, request: Request, gateway_id: str) -> frozenset[str]:
@@ -260,15 +260,14 @@ class Dispatcher:
     def _unhurried(
         self, request: Request, stage: InferType, gateway_id: str, tried: frozenset[str] | None
     ) -> Decision | None:
-        """The decision that finds a place for a request that found none, if it might not wait; None if there is none
-        then either."""
+        """The decision for a refused request if it might not wait; None if that fails too."""
         if not request.may_wait:
             return None
         (decision,) = self.decide(replace(request, may_wait=False), (stage,), gateway_id, tried).values()
         return decision if decision.row is not None else None
 
     def _not_placed(self, decision: Decision, unhurried: Decision | None = None) -> NotPlaced:
-        """The reason: the first of the filters that leaves nobody gives it."""
+        """The reason for a refusal: that of the first filter that leaves no instance."""
         if unhurried is not None:
             both = zip(decision.screening.refused, unhurried.screening.refused, strict=True)
             refusing = [one.name for (one, mask), (_, other) in both if (mask & ~other).any()]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision in words: the run's own masks say who was refused, the filters themselves say why.
+"""Explains a decision: the run's masks tell the refusals, the filters give the reasons.
 
-Whatever the policy compares, it is told what is predicted of the request at each instance, and how sure that is; and
-further metrics, if somebody asks for them. A policy that compares nothing is told of with the usual loads.
+It includes the predictions for the request at each instance with their uncertainty, and further metrics on demand.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ USUAL_LOADS: Final[Mapping[Mode, Sequence[str]]] = {
     Mode.FULL: ("kv_cache_usage_ratio_projected", "num_requests", "all_prefills_tokens_num"),
     Mode.LITE: ("num_tokens", "num_requests"),
 }
-"""Metrics that are told of where the policy compares none."""
+"""Metrics shown if the policy compares none."""
 
 
 def explain(
@@ -37,10 +36,9 @@ def explain(
     metrics: Sequence[str] = (),
     constants: Mapping[str, float] = BUILT_IN_CONSTANTS,
 ) -> dict[str, Any]:
-    """A decision as JSON, instances by id. The candidates must not have changed since the run. `step_models`: those of
-    which the candidates have the columns; None: nothing is predicted. `metrics`: names of some that are to be told of
-    beside those that the policy compares, with these built-in `constants`. Raises ValueError for one that the mode does
-    not have."""
+    """A decision as JSON, instances by id. The candidates must be unchanged since the run. `step_models`: those behind
+    the candidates' columns; None: no predictions. `metrics`: names of further metrics, with these built-in `constants`.
+    Raises ValueError for a metric that the mode does not have."""
     stage, candidates = decision.stage, decision.candidates
     compared = {metric.name: metric for metric in stage.metrics}
     further = _named([*(() if compared else USUAL_LOADS[mode]), *metrics], mode, compared, constants)
@@ -80,7 +78,7 @@ def explain(
 def _named(
     names: Iterable[str], mode: Mode, compared: Mapping[str, Metric], constants: Mapping[str, float]
 ) -> list[Metric]:
-    """Metrics by name, each once, without those that are compared. Raises ValueError."""
+    """The named metrics, without duplicates and those compared. Raises ValueError."""
     wanted = [name for name in dict.fromkeys(names) if name not in compared]
     known = built_in_metrics(constants) if METRICS.keys() >= set(wanted) else all_metrics(constants)
     fitting = {name: metric for name, metric in known.items() if (metric.full if mode is Mode.FULL else metric.lite)}
@@ -97,7 +95,7 @@ def _described(metric: Metric, *, is_compared: bool) -> dict[str, Any]:
 
 
 def _moved_on(cluster: Forward, row: int) -> dict[str, list[float | str]]:
-    """Columns that are not as they were reported: what was reported, and what is taken to be now."""
+    """Columns that differ from the report: reported and estimated values."""
     reported = cluster.reported
     return {
         name: [json_number(reported[name][row]), json_number(cluster[name][row])]
@@ -107,9 +105,8 @@ def _moved_on(cluster: Forward, row: int) -> dict[str, list[float | str]]:
 
 
 def _predicted(candidates: Candidates, row: int, step_models: StepModels) -> dict[str, Any] | None:
-    """Milliseconds; None before anything is known. Deviations are relative: of what the model says of the step that
-    computes the prompt, and of one that decodes with it, for want of steps like these; and by how much half of the
-    steps that were measured differ from it."""
+    """Milliseconds; None while unknown. Deviations are relative: those of the model for the prompt's step and for a
+    decode with it, and the median error of measured steps."""
     cluster = candidates.cluster
     model = step_models.model_of(cluster.instances[row])
     if model is None:
@@ -128,7 +125,7 @@ def _predicted(candidates: Candidates, row: int, step_models: StepModels) -> dic
 
 
 def _reasons(decision: Decision, row: int) -> list[dict[str, Any]]:
-    """Refusals of a row. `skipped`: not held against the instance, in a fallback pass."""
+    """Refusals of a row. `skipped`: ignored in a fallback pass."""
     return [
         {"filter": one.filter, "reason": one.reason, "skipped": decision.fallback and one.soft}
         for one in refusals(decision.screening, decision.candidates, row)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether enough of the cluster is known to choose from it.
+"""Detects if enough of the cluster is known to choose from it.
 
-A scheduler that has just started hears of its instances one by one, over some seconds: who chose from the first three
-of a thousand would send these everything. Until their number has not grown for a while it says that it is warming, and
-gateways go round the instances that they know. So it is again after all instances have been lost at once.
+A new scheduler hears of its instances one by one, over some seconds; choosing from the first three of a thousand would
+send these everything. Until their number has not grown for a while it is warming, and gateways use the instances that
+they know in turn. The same holds after all instances were lost at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llumsched.cluster.instance import Instance
 QUIET_S: Final = 2.0
 """Time without a new instance. Reporters connect again after at most three seconds, most of them within one."""
 _MOST_S: Final = 15.0
-"""Time after which a fleet that grows all the time is warm all the same."""
+"""Longest time of warming for a fleet that keeps growing."""
 
 
 class Warmth:

@@ -37,13 +37,13 @@ from llumsched.foresight.outlook import Outlook
 from llumsched.foresight.senders import Senders
 
 _MEDIAN: Final = 0.31
-"""What is added to the mean of a Poisson variable, before it is rounded down, to get its median."""
+"""Added to the mean of a Poisson variable before rounding down, to get its median."""
 _FEW_TOKENS: Final = 2048.0
-"""Of a batch, for an instance that does not say."""
+"""Tokens per batch of an instance that does not tell."""
 _MOST_S: Final = 60.0
-"""Age from which on nothing more is expected: by then an instance counts as failed, or as unknown."""
+"""Age of a status after which nothing more is expected: the instance then counts as failed or unknown."""
 _SHORTEST_S: Final = 1e-6
-"""Of a step; a model that says less is none."""
+"""Shortest step; a model that predicts less is invalid."""
 _SENT: Final = (
     "sent_requests",
     "sent_prefill_requests",
@@ -69,12 +69,12 @@ _REPORTED: Final = (
     "num_unallocated_tokens_all_waiting_requests",
 )
 MOVED: Final = (*_REPORTED, *_SENT)
-"""Columns that `moved_on` says."""
+"""Columns that `moved_on` estimates."""
 _MOVED_NAMES: Final = frozenset(MOVED)
 
 
 class _Wrapped:
-    """A `Cluster` of which some columns are other than reported."""
+    """A `Cluster` with some columns replaced."""
 
     def __init__(self, reported: Cluster) -> None:
         self.reported = reported
@@ -105,10 +105,10 @@ class _Wrapped:
 
 
 class Forward(_Wrapped):
-    """A `Cluster` as it would report at `now_s`, by the clock of the view. Void when `reported` changes."""
+    """A `Cluster` as it would report at `now_s`, on the view's clock. Valid until `reported` changes."""
 
     def __init__(self, reported: Cluster, now_s: float, senders: float = 1.0) -> None:
-        """`senders`: as `moved_on` has it."""
+        """`senders`: as in `moved_on`."""
         super().__init__(reported)
         self._now_s, self._senders = now_s, senders
         self._moved: Mapping[str, Values] | None = None
@@ -122,7 +122,7 @@ class Forward(_Wrapped):
 
 
 class Forecast:
-    """Shows the cluster as it would report now. `outlook` is among the providers of its table; `outlook` and `senders`
+    """Estimates the cluster's present report. `outlook` is among the providers of its table; `outlook` and `senders`
     observe the view."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -133,14 +133,14 @@ class Forecast:
 
 
 def move_on(snapshot: Snapshot, now_s: float) -> None:
-    """Writes into a snapshot what its instances would report at `now_s`, by the clock of the view. Once."""
+    """Writes the estimated report at `now_s`, on the view's clock, into a snapshot. Not to be repeated."""
     for name, values in moved_on(snapshot, now_s).items():
         snapshot[name][:] = values
 
 
 def moved_on(cluster: Cluster, now_s: float, senders: float = 1.0) -> Mapping[str, Values]:
-    """The columns `MOVED` as statuses would show them at `now_s`, by the clock of the view. `senders`: schedulers that
-    are taken to have sent what this one has, to where it has: they see the same statuses, and go by the same policy."""
+    """The columns `MOVED` estimated for `now_s`, on the view's clock. `senders`: number of schedulers assumed to have
+    sent what this one has, since they see the same statuses and use the same policy."""
     with np.errstate(all="ignore"):
         return _moved_on(cluster if senders == 1.0 else _SentByAll(cluster, senders), now_s)
 
@@ -158,16 +158,16 @@ class _SentByAll(_Wrapped):
 
 
 class _Steps(NamedTuple):
-    """What has happened by what the status says alone. Numbers by instance."""
+    """Steps since the status, from the status alone. Numbers by instance."""
 
     has_begun: Mask
-    """Whether a step has begun since the status. Where none has, all else is void but `started`."""
+    """True if a step has begun since the status; otherwise only `started` is valid."""
     budget: Values
     """Prefill tokens of a step."""
     queued: Values
-    """Tokens that were in no step yet: of prefills that run, and of waiting requests that are admitted."""
+    """Tokens not yet in a step: of running prefills, and of waiting requests that are admitted."""
     joining: Values
-    """Waiting requests that are admitted as soon as a step has budget for them."""
+    """Waiting requests to be admitted as soon as a step has budget."""
     room: Values
     """Tokens for which there are blocks, before these requests have theirs."""
     num_prefilling: Values
@@ -175,19 +175,19 @@ class _Steps(NamedTuple):
     started: Values
     """Steps that have begun since."""
     ago_s: Values
-    """Since when the last of them runs."""
+    """Seconds since the last of them began."""
     decoding_s: Values
-    """Length of a step that decodes only."""
+    """Length of a step with decodes only."""
 
 
 class _Come(NamedTuple):
-    """What was sent and has been admitted since the status."""
+    """Sent requests that were admitted since the status."""
 
     requests: Values
     share: Values
-    """Their share of all that was sent."""
+    """Their share of all sent requests."""
     started: Values
-    """Steps that have begun since the status, with theirs."""
+    """Steps that have begun since the status, including theirs."""
     decoded: Values
     """Steps that have begun since their prefills were done."""
 
@@ -322,7 +322,7 @@ def _steps(cluster: Cluster, now_s: float) -> _Steps:
 
 
 def _come(cluster: Cluster, now_s: float, steps: _Steps) -> _Come:
-    """Of several requests it is known when they were sent on average; they are taken to have come evenly."""
+    """For several requests only the mean time of dispatch is known; they are assumed to have come evenly."""
     num_sent, sent_tokens = cluster["sent_requests"], cluster["sent_tokens"]
     if not num_sent.any():
         none = np.zeros(len(cluster))

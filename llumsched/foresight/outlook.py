@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of what statuses let expect beyond their numbers: what an instance's coming steps do, how many of its
-requests end, and whether those that wait have been left out. For the view that is moved on (`foresight.moved_on`).
-"""
+"""Columns of expectations from statuses: an instance's coming steps, the rate at which requests end, and whether
+waiting requests were left out of a step. For `foresight.moved_on`."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.step_models import GONE_HALF_LIFE_S, EngineKind, kind_of
 
 _MOST_NAMES: Final = 64
-"""Of those that wait."""
+"""Largest number of remembered waiting requests."""
 
 
 class _EndSums(NamedTuple):
-    """Of an instance, since its start: steps with decodes, and these decodes, each of which is a token; requests that
-    are gone, and their tokens."""
+    """Sums of an instance since its start: steps with decodes, and these decodes, each a token; ended requests, and
+    their tokens."""
 
     steps: int
     decodes: int
@@ -35,14 +34,14 @@ _sums_of: Final = operator.attrgetter("num_decode_steps", "decode_steps_requests
 
 @dataclass(slots=True)
 class _Ends:
-    """Of all instances of one kind; what is of late counts more."""
+    """Discounted sums of all instances of one kind."""
 
     unforeseen: float = 0.0
-    """Requests that ended without its being foretold, …"""
+    """Requests whose end was not foretold."""
     decodes: float = 0.0
-    """… and the tokens that requests decoded meanwhile."""
+    """Tokens decoded meanwhile."""
     gone: float = 0.0
-    """Requests that ended, and their tokens."""
+    """Ended requests, and their tokens."""
     gone_tokens: float = 0.0
     noted_s: float = 0.0
 
@@ -64,17 +63,17 @@ class _Ends:
 
 @dataclass(slots=True)
 class _Told:
-    """What one instance told last."""
+    """The last report of an instance."""
 
     ends: _Ends
     sums: _EndSums
     waiting: frozenset[str]
-    """Requests that waited; of many, the first."""
+    """Waiting requests; the first ones if there are many."""
     step: int
     """Steps with decodes that had ended then."""
     num_preemptions: int
     coming_ends: Sequence[int]
-    """Requests that end with each coming step, by what it told last of its steps."""
+    """Requests that end with each coming step, by the last report of its steps."""
     is_stuck: bool = False
 
 
@@ -140,7 +139,7 @@ class Outlook:
         self._told.pop(instance.id, None)
 
     def _look_at_queue(self, told: _Told, status: InstanceStatus) -> None:
-        """Who waits still, or again, when another step has begun, has been left out by it: so has the first of all."""
+        """Detects waiting requests that a new step has left out: then the first one was."""
         waiting = frozenset(status.waiting_requests[:_MOST_NAMES])
         has_preempted = status.num_preemptions > told.num_preemptions
         if status.num_decode_steps > told.step:
@@ -159,7 +158,7 @@ class Outlook:
 
 
 def _sums(numbers: Sequence[int]) -> Sequence[int]:
-    """Sums of the first none, one, two, … of them, `NUM_STEPS` at most; those beyond the last are as the last."""
+    """Sums of the first none, one, two, … numbers, at most `NUM_STEPS`; later sums equal the last."""
     sums = list(itertools.accumulate(numbers[:NUM_STEPS], initial=0))
     return sums + sums[-1:] * (NUM_STEPS + 1 - len(sums))
 

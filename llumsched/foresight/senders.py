@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many schedulers send requests to the cluster: as many as requests come there for each that this one has sent.
+"""Estimates the number of schedulers that send requests to the cluster.
 
-Statuses name what has arrived lately, whoever sent it. Schedulers do not know of each other otherwise, and gateways
-deal their requests out evenly.
+Statuses name recent arrivals from all schedulers, which otherwise do not know of each other. Gateways distribute
+requests evenly, so the ratio of arrivals to own requests is the number.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from llumsched.cluster.instance import Instance
 
 _HALF_LIFE_S: Final = 10.0
 _FEWEST: Final = 10.0
-"""Requests that have to have been sent lately for a guess."""
+"""Fewest recent own requests for an estimate."""
 _MORE_THAN_CHANCE: Final = 1.25
-"""As many as this for each request sent are taken for none but one's own."""
+"""Arrivals per own request up to which this scheduler counts as alone."""
 
 
 class Senders:
@@ -25,20 +25,20 @@ class Senders:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._newest: dict[str, str] = {}
-        """The request that came last to each instance; empty if none was named."""
+        """The request that came last to each instance; "" if none was named."""
         self._num_sent = self._num_come = 0.0
-        """Of late, by this scheduler and by all; half as much after each half-life."""
+        """Recent requests sent by this scheduler and by all, halved after each half-life."""
         self._noted_s = clock()
 
     @property
     def number(self) -> float:
-        """1 if this one is alone; not a whole number where others send more or less than this one."""
+        """1 if this scheduler is alone. May be fractional."""
         if self._num_sent < _FEWEST or self._num_come < _MORE_THAN_CHANCE * self._num_sent:
             return 1.0
         return self._num_come / self._num_sent
 
     def sent(self) -> None:
-        """This scheduler has sent a request somewhere."""
+        """Notes a request sent by this scheduler."""
         self._age()
         self._num_sent += 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instances as one decision sees them: the columns of the cluster, and what depends on the request and the time."""
+"""The instances in one decision: the columns of the cluster, the request and the time."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from llumsched.policy.predictions import PREDICTIONS
 from llumsched.request import REQUEST_COLUMNS, Request
 
 OF_DECISION: Final = (*REQUEST_COLUMNS, "age_s", HIT_COLUMN, *PREDICTIONS)
-"""Columns that every decision has beside those of the cluster: the request's, seconds since an instance's last report,
-what its prefix cache has of the prompt, and what is predicted of the request there."""
+"""Columns of every decision beside the cluster's: the request's, seconds since an instance's last report, its prefix
+hits, and the predictions for the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a decision is made with, the same for all instances."""
+    """The inputs of a decision that are the same for all instances."""
 
     now_s: float
-    """The time by the view's clock; while its store is lost, the time at which it was: instances do not grow stale
-    because the store does not tell of them."""
+    """The time on the view's clock. While the store is lost, the time of its loss, so that instances do not grow
+    stale."""
     request: Request = field(default_factory=Request)
     avoid: frozenset[str] = frozenset()
-    """Ids of instances that had the request and failed it; taken again only if nobody else is there."""
+    """Ids of instances that failed the request; used again only if there is no other."""
     complaints: Mapping[str, str] = field(default_factory=dict)
-    """Complaints of the gateway that asks, by instance id: why not."""
+    """Complaints of the asking gateway, with reasons, by instance id."""
     lost: Columns | None = None
-    """Instances that went without a word a while ago. They are no candidates; others may share their domain."""
+    """Recently lost instances. They are no candidates, but others may share their domain."""
 
 
 class Candidates:
-    """The `Columns` of one decision, each computed at most once. Void when the cluster changes."""
+    """The `Columns` of one decision, each computed at most once. Valid until the cluster changes."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Candidates:
         *,
         reported: Cluster | None = None,
     ) -> None:
-        """`reported`: the cluster as reported, if `cluster` was moved on from it: predictions step on from there by
-        themselves."""
+        """`reported`: the cluster as reported, if `cluster` is an estimate of its present. Predictions start from the
+        report."""
         self.cluster, self.context = cluster, context
         self._as_reported = self if reported is None else Candidates(reported, context, providers)
         self._providers = providers
@@ -96,13 +96,13 @@ class Candidates:
         return known
 
     def predicted(self, row: int) -> dict[str, float]:
-        """What was predicted of the request at an instance, by the names of `PREDICTIONS`; milliseconds, and only what
-        the decision went by."""
+        """Predictions for the request at an instance, by the names of `PREDICTIONS`, in milliseconds; only those that
+        the decision used."""
         told = {name: float(self._values[name][row]) for name in PREDICTIONS if name in self._values}
         return {name: value for name, value in told.items() if math.isfinite(value)}
 
     def among(self, ids: Collection[str]) -> Mask:
-        """Rows of these instances. Others may be among the ids."""
+        """Rows of these instances. Unknown ids are allowed."""
         mask = np.zeros(len(self), np.bool_)
         if ids:
             index = self.cluster.index

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values for the constants that policies' files define, from a command line, a variable or a file of settings."""
+"""Values for constants in policies' files, from the command line, variables or a settings file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llumlet.process import kinds
 from llumlet.process.kinds import Faulty, Kind
 
 Constants = tuple[tuple[str, float], ...]
-"""Names and values, each name once."""
+"""Names and values, without repeated names."""
 
 
 def _read(texts: list[str]) -> Constants:
@@ -33,5 +33,5 @@ def _read(texts: list[str]) -> Constants:
 
 
 POLICY_CONSTANTS: Final[Kind[Constants]] = Kind(_read, "NAME=VALUE[,NAME=VALUE…]", repeated=True)
-"""A list with commas, which may be given several times."""
+"""A list with commas, repeatable."""
 FLAG: Final = "--policy-constant"

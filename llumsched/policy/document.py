@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of dispatch: what the pipeline runs, per mode and infer type, read from YAML.
+"""Dispatch policies, per mode and infer type, read from YAML.
 
-`policies/*.yaml` are the built-in ones and show the form. Five filters are part of every policy and come first: the
-request's model, the infer type, room for the prompt, instances that failed the same request before, and those of which
-gateways complain. Faults of the other mode's section are reported with the rest.
+`policies/*.yaml` are the built-in ones and show the form. Five filters come first in every policy: the request's model,
+the infer type, room for the prompt, instances that failed the request before, and gateways' complaints. Faults of the
+other mode's section are reported too.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ class Mode(StrEnum):
     FULL = "full"
     """Instances report their status to a CMS."""
     LITE = "lite"
-    """Instances report nothing; load is what was sent to them."""
+    """Instances do not report; load is counted from the sent requests."""
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """What flags say instead of the policy. None and what is not there leave it as it is."""
+    """Values of flags that override the policy. None, or a missing entry, keeps the policy's."""
 
     metrics: Mapping[InferType, str] = field(default_factory=dict)
-    """Metrics in place of the first one, in the selector and in the filters that have a threshold for it."""
+    """Metrics that replace the first one, in the selector and in filters with a threshold for it."""
     thresholds: Mapping[InferType, float] = field(default_factory=dict)
     top_k: int | None = None
     failover_domain: str | None = None
     staleness_s: float | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Values of constants that the policy defines, or that are built in."""
+    """Values of constants, defined by the policy or built in."""
     optional: frozenset[str] = frozenset()
-    """Names of fields above, and of constants, that others use, too. A value of the rest that finds nothing to override
-    is a fault."""
+    """Names of fields and constants that others use too. Any other override that changes nothing is a fault."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,9 @@ class Policy:
     mode: Mode
     stages: Mapping[InferType, Stage]
     constants: Mapping[str, float] = field(default_factory=dict)
-    """The constants that it defines, and the built-in ones that it uses, as they are set."""
+    """Values of its own constants, and of the built-in ones that it uses."""
     built_in_constants: Mapping[str, float] = field(default_factory=lambda: BUILT_IN_CONSTANTS)
-    """The same of all built-in ones."""
+    """Values of all built-in constants."""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -75,8 +74,7 @@ class Policy:
 
     @property
     def heeds_prefixes(self) -> bool:
-        """Whether it places by what prefix caches hold, as far as its formulas tell: by the hits, or by the time to the
-        first token that is predicted with them."""
+        """True if it places by prefix caches: by hits, or by a prediction that includes them."""
         names = self.reads.union(metric.name for metric in self._metrics)
         return HIT_COLUMN in names or "predicted_ttft" in names
 
@@ -91,18 +89,18 @@ class Policy:
 
     @property
     def _metrics(self) -> list[Metric]:
-        """What it compares, and what its filters have thresholds for."""
+        """The metrics that it compares, or has thresholds for."""
         compared = [metric for stage in self.stages.values() for metric in stage.metrics]
         return compared + [one.metric for one in self._filters if isinstance(one, f.MetricBasedFilter)]
 
     @property
     def staleness_s(self) -> float:
-        """Silence after which an instance counts as failed; 0 if it never does."""
+        """Silence after which an instance counts as failed; 0 for never."""
         return max((one.seconds for one in self._filters if isinstance(one, f.StalenessFilter)), default=0.0)
 
 
 def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Policy:
-    """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
+    """A built-in policy by name, or a file by its path, which ends in `.yaml`. Raises PolicyError."""
     return parse_policy(read_policy(name), name, mode, overrides or Overrides())
 
 
@@ -127,21 +125,21 @@ _SETTINGS: Final = {
     "metricBasedSelector": ("top_k", "top_k"),
     "weightedSelector": ("top_k", "top_k"),
 }
-"""Fields of `Overrides`, and the settings whose place they take."""
+"""Fields of `Overrides`, and the settings that they replace."""
 
 
 class _ModeSection:
-    """One mode's section of a document, with what flags say instead."""
+    """One mode's section of a document, with overrides."""
 
     def __init__(self, source: str, document: Any, mode: Mode, overrides: Overrides) -> None:
         fits = attrgetter("full" if mode is Mode.FULL else "lite")
         self.reader = Reader(source, document, fits, f"is no metric of {mode} mode", overrides.constants)
         self._mode, self._overrides = mode, overrides
         self._overridden: set[str] = set()
-        """Fields of the overrides that were used; those by infer type have it after their name."""
+        """Fields of the overrides that were used; per infer type, its name follows the field's."""
 
     def policy(self) -> Policy:
-        """The policy; not to be used if the reader has faults."""
+        """The policy; invalid if the reader has faults."""
         reader = self.reader
         stages = self._stages(reader.document.get(self._mode)) if reader.document else {}
         return Policy(reader.name, self._mode, stages, reader.constants, reader.built_in_constants)
@@ -214,7 +212,7 @@ class _ModeSection:
         return {} if value is None else {setting: value}
 
     def _not_overridden(self) -> Iterator[tuple[str, str]]:
-        """Faults of overrides that changed nothing: a flag without effect is an error."""
+        """Faults of overrides that changed nothing."""
         overrides, known = self._overrides, self.reader.constants
         for infer_type, metric in overrides.metrics.items():
             if f"metrics {infer_type}" not in self._overridden:

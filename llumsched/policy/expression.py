@@ -2,8 +2,8 @@
 """Formulas over columns, as text: `num_used_gpu_tokens / num_total_gpu_tokens`, or `num_waiting_requests > 4`.
 
 The grammar is a part of Python's: names, numbers, `+ - * /`, comparisons, `and or not`, `a if condition else b`, and
-the functions `min`, `max` and `abs`. A formula is checked and compiled once, and then evaluated for all rows at a time.
-Division by zero gives an infinity, or not a number for 0 / 0. A comparison counts as 1 if it holds, else as 0.
+the functions `min`, `max` and `abs`. A formula is compiled once and evaluated for all rows together. Division by zero
+gives infinity, or NaN for 0 / 0. Comparisons are 1 or 0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _Evaluate = Callable[[Values], Any]
 
 
 class ExpressionError(ValueError):
-    """A text that is no formula, and why."""
+    """Raised for a text that is not a formula, with the reason."""
 
 
 class Expression:
-    """A value: two of the same text are equal."""
+    """A formula. Two with the same text are equal."""
 
     def __init__(self, text: str) -> None:
         """Raises ExpressionError."""
@@ -47,14 +47,13 @@ class Expression:
         """Columns that it reads."""
 
     def of(self, value_of: Callable[[str], Any]) -> Any:
-        """`value_of` gives arrays of one length or single numbers by name. An array, or a single number."""
+        """Evaluates to an array or a number. `value_of` gives an array or a number by name."""
         values = {name: value_of(name) for name in self.names}
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return self._evaluate(values)
 
     def with_names(self, formulas: Mapping[str, Expression]) -> Expression:
-        """The expression with other formulas in the place of their names. Raises ExpressionError if it becomes too
-        long."""
+        """The expression with formulas in place of names. Raises ExpressionError if it becomes too long."""
         if not self.names & formulas.keys():
             return self
         tree = _Replacing(formulas).visit(ast.parse(self.text, mode="eval"))
@@ -94,23 +93,23 @@ _FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Any], int, int]]] = {
     "max": (np.maximum, 2, 32),
     "abs": (np.abs, 1, 1),
 }
-"""What a function of the grammar is, and how many arguments it takes."""
+"""The functions of the grammar, with their numbers of arguments."""
 
 
 class _Compiler(ast.NodeVisitor):
-    """Python's tree into functions of the columns; whatever is not in the grammar is refused. No code is made."""
+    """Compiles Python's syntax tree to numpy calls; anything outside the grammar is refused. No code is generated."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._truths: set[_Evaluate] = set()
-        """Parts that are true or false, with which numpy does not reckon as with numbers."""
+        """Boolean parts, which numpy does not add like numbers."""
 
     def _truth(self, evaluate: _Evaluate) -> _Evaluate:
         self._truths.add(evaluate)
         return evaluate
 
     def _number(self, node: ast.AST) -> _Evaluate:
-        """A part that is reckoned with: true is 1, false is 0."""
+        """A numeric part: true is 1, false is 0."""
         evaluate: _Evaluate = self.visit(node)
         if evaluate in self._truths:
             return lambda values: np.multiply(evaluate(values), 1.0)
@@ -152,7 +151,7 @@ class _Compiler(ast.NodeVisitor):
         return self._applied(node.op, self._number(node.left), self._number(node.right))
 
     def visit_Compare(self, node: ast.Compare) -> _Evaluate:
-        """A chain is the conjunction of its parts."""
+        """A chain is the conjunction of its comparisons."""
         sides = [self._number(side) for side in (node.left, *node.comparators)]
         parts = [self._applied(*each) for each in zip(node.ops, sides, sides[1:], strict=False)]
         return self._truth(functools.reduce(lambda one, other: self._applied(ast.And(), one, other), parts))

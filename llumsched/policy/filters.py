@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may be chosen, and why the others may not. Values: pure functions of candidates.
+"""Filters: pure functions of candidates that refuse instances and give the reasons.
 
-A `Filter` refuses rows by themselves; a `GroupFilter` looks at those that failed, too. Both answer with a mask, and say
-the reason of a row when somebody asks (`explain`). Filters of other packages come through the entry point group
-`llumnix.filters`: the entry point loads a callable that is given the YAML's settings as keyword arguments and
-returns a `Filter` or a `GroupFilter`. A policy's file may define more, by a condition.
+A `Filter` judges each row by itself; a `GroupFilter` also sees the failed rows. Both return a mask, and a row's reason
+on demand. Installed packages add filters through the entry point group `llumnix.filters`: a callable that takes the
+YAML's settings as keyword arguments and returns a filter. A policy's file may define filters by a condition.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class Filter(Protocol):
 
     @property
     def skip_in_fallback(self) -> bool:
-        """Whether a second pass, after one that left nobody, does without it."""
+        """True if a second pass, after one that left no instance, skips it."""
         ...
 
     @property
     def marks_failed(self) -> bool:
-        """Whether an instance that it refuses counts as failed: group filters then refuse its neighbours too. One that
-        has not reported yet does not count: it is starting."""
+        """True if the instances that it refuses count as failed, so that group filters refuse their neighbours.
+        Instances that have not reported yet do not count: they are starting."""
         ...
 
     def refuse(self, candidates: Candidates) -> Mask:
@@ -46,7 +45,7 @@ class Filter(Protocol):
         ...
 
     def reason(self, candidates: Candidates, row: int) -> str:
-        """Why a row is refused, for people."""
+        """The reason why a row is refused, for people."""
         ...
 
 
@@ -56,14 +55,14 @@ class GroupFilter(Protocol):
     def name(self) -> str: ...
 
     def refuse_among(self, candidates: Candidates, failed: Mask) -> Mask:
-        """True for each row that is refused. `failed` are rows that a filter with `marks_failed` refused."""
+        """True for each row that is refused. `failed`: rows that a filter with `marks_failed` refused."""
         ...
 
     def reason_among(self, candidates: Candidates, failed: Mask, row: int) -> str: ...
 
 
 def filter_fault(value: object) -> str | None:
-    """Why a value is no `Filter` and no `GroupFilter` either; None if it is one."""
+    """The reason why a value is neither a `Filter` nor a `GroupFilter`; None if it is one."""
     if isinstance(value, Filter | GroupFilter):
         return None
     group = hasattr(value, "refuse_among")
@@ -77,7 +76,7 @@ def filter_fault(value: object) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelFilter:
-    """Refuses who does not serve the request's model."""
+    """Rejects instances that do not serve the request's model."""
 
     name: ClassVar[str] = "modelFilter"
     skip_in_fallback: ClassVar[bool] = False
@@ -92,7 +91,7 @@ class ModelFilter:
 
 @dataclass(frozen=True, slots=True)
 class InferTypeFilter:
-    """Refuses who is there for something else."""
+    """Rejects instances of another infer type."""
 
     infer_type: InferType
     name: ClassVar[str] = "inferTypeFilter"
@@ -109,8 +108,8 @@ class InferTypeFilter:
 
 @dataclass(frozen=True, slots=True)
 class CapacityFilter:
-    """Refuses who could not hold the prompt and one token of output if it were empty. What an instance does not say of
-    its size is no limit."""
+    """Rejects instances that could not hold the prompt and one output token even if they were empty. Unknown sizes are
+    no limit."""
 
     name: ClassVar[str] = "capacityFilter"
     skip_in_fallback: ClassVar[bool] = False
@@ -132,7 +131,7 @@ class CapacityFilter:
 
 @dataclass(frozen=True, slots=True)
 class RetryFilter:
-    """Refuses who had this request and failed it, unless nobody else is left."""
+    """Rejects instances that failed this request, unless there is no other."""
 
     name: ClassVar[str] = "retryFilter"
     skip_in_fallback: ClassVar[bool] = True
@@ -147,7 +146,7 @@ class RetryFilter:
 
 @dataclass(frozen=True, slots=True)
 class BreakerFilter:
-    """Refuses whom gateways complain of (`dispatch.complaints`), unless nobody else is left."""
+    """Rejects instances that gateways complain of (`dispatch.complaints`), unless there is no other."""
 
     name: ClassVar[str] = "breakerFilter"
     skip_in_fallback: ClassVar[bool] = True
@@ -162,8 +161,7 @@ class BreakerFilter:
 
 @dataclass(frozen=True, slots=True)
 class SchedulabilityFilter:
-    """Refuses who says that it takes nothing, hangs, is lost, or has not said anything yet: then it is not schedulable
-    either."""
+    """Rejects instances that are closed, hung or lost, or have not reported yet."""
 
     name: ClassVar[str] = "schedulabilityFilter"
     skip_in_fallback: ClassVar[bool] = False
@@ -182,7 +180,7 @@ class SchedulabilityFilter:
 
 
 def unschedulable(instance: Instance) -> str:
-    """Why nothing may be sent to an instance that is refused for what it says itself."""
+    """The reason why an instance that `SchedulabilityFilter` rejects gets nothing."""
     status = instance.status
     if status is None:
         return "has not reported its status yet"
@@ -194,7 +192,7 @@ def unschedulable(instance: Instance) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StalenessFilter:
-    """Refuses who has not reported for longer than this."""
+    """Rejects instances that have not reported for longer than this."""
 
     seconds: float
     name: ClassVar[str] = "stalenessFilter"
@@ -211,7 +209,7 @@ class StalenessFilter:
 
 @dataclass(frozen=True, slots=True)
 class MetricBasedFilter:
-    """Refuses whose value is not better than the threshold: one that is equal to it is refused."""
+    """Rejects instances whose value does not beat the threshold. Equal is rejected."""
 
     metric: Metric
     threshold: float
@@ -231,7 +229,7 @@ class MetricBasedFilter:
 
 @dataclass(frozen=True, slots=True)
 class ConditionFilter:
-    """Refuses the instances of which the condition of a policy's file holds."""
+    """Rejects instances for which the condition of a policy's file holds."""
 
     name: str
     condition: Expression
@@ -250,7 +248,7 @@ class ConditionFilter:
 
 @dataclass(frozen=True, slots=True)
 class FailoverFilter:
-    """Refuses who shares its domain with a failed instance, or with one that is lost."""
+    """Rejects instances that share a failure domain with a failed or lost one."""
 
     domain: FailoverDomain
     name: ClassVar[str] = "failoverFilter"
@@ -264,7 +262,7 @@ class FailoverFilter:
 
 @dataclass(frozen=True, slots=True)
 class FailoverMigrationSrcFilter:
-    """Refuses who does not share its domain with a failed instance: what it lets pass is to be emptied."""
+    """Rejects instances that share no failure domain with a failed one: the others are to be emptied."""
 
     domain: FailoverDomain
     name: ClassVar[str] = "failoverMigrationSrcFilter"

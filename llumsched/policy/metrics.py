@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that compare instances: formulas over columns, by name.
+"""Metrics: formulas over columns that compare instances, by name.
 
-Names and formulas are those of Llumnix; where two of its formulas counted a request twice or not at all, this one
-counts it once (docs/reference/policies.md). Metrics of other packages come through the entry point group
-`llumnix.metrics`: the entry point is named like the `Metric` it loads. A policy's file may define more.
+Names and formulas are Llumnix's. Where two of its formulas count a request twice or not at all, this one counts it once
+(docs/reference/policies.md). Installed packages add metrics through the entry point group `llumnix.metrics`, whose
+entry points have the metrics' names. A policy's file may define more.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from llumsched.request import REQUEST_COLUMNS
 
 ENTRY_POINTS = "llumnix.metrics"
 BUILT_IN_CONSTANTS: Final[Mapping[str, float]] = {"priority_headroom": 0.5}
-"""Numbers that every formula may name, and what they are unless something else is said. The headroom is the share of a
-KV cache that is to stay free beside an urgent request (`--priority-headroom`). The paper's instances keep all but 1,600
-tokens of 13,616: with one urgent request in ten that costs the others too much (benchmarks/experiments.md)."""
+"""Numbers that every formula may name, with their defaults. The headroom is the share of a KV cache to keep free beside
+an urgent request (`--priority-headroom`). The paper keeps all but 1,600 of 13,616 tokens; with one urgent request in
+ten that costs the others too much (benchmarks/experiments.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
     of: Expression | Callable[[Columns], Values]
-    """The formula, for all rows at a time; a function may return a single number. May be an infinity; not a number is
-    as bad as can be, and so is an exception. Before an instance's first status all of that is zero."""
+    """The formula, for all rows together; a function may return a single number. Infinity is allowed; NaN and
+    exceptions count as the worst value. Before an instance's first status its columns are zero."""
     less_is_better: bool = True
     is_share: bool = False
-    """Whether 1 is a full instance. Other metrics are compared with the greatest value there is."""
+    """True if 1 is a full instance. Other metrics are scaled by the greatest present value."""
     lite: bool = False
-    """Whether it needs nothing of the instance's status: what the scheduler sent there says it."""
+    """True if it needs no status, only the requests that the scheduler sent."""
     full: bool = True
-    """Whether it means something beside a status."""
+    """True if it makes sense with statuses."""
 
     def values(self, columns: Columns) -> Values:
-        """Values by row, for comparing: never NaN. Whoever asks goes on without the values of a metric that raises."""
+        """Values by row for comparisons, never NaN. A metric that raises is ignored."""
         try:
             values = self.computed(columns)
         except Exception as error:  # noqa: BLE001 - whatever a foreign metric raises
@@ -66,20 +66,19 @@ class Metric:
         return values if values.shape == (len(columns),) else np.broadcast_to(values, len(columns))
 
     def at(self, columns: Columns, row: int, weight: Mapping[str, float] | None = None) -> float:
-        """The value of one instance, or what it would be if `weight` were added to its columns."""
+        """The value of one instance, optionally with `weight` added to its columns."""
         if not isinstance(self.of, Expression):
             return float(self.values(_OneRow(columns, row, weight or {}))[0])
         value = float(self.of.of(lambda name: _number(columns, row, weight or {}, name)))
         return self.worst if math.isnan(value) else value
 
     def with_constants(self, values: Mapping[str, float]) -> Metric:
-        """The metric with numbers in the place of names."""
+        """The metric with constants replaced by numbers."""
         return replace(self, of=self.of.with_names(numbers(values))) if isinstance(self.of, Expression) else self
 
     @property
     def of_request(self) -> bool:
-        """Whether it means nothing without a request: of a prompt that is none, no prefix is cached. Of what else it
-        may name of a request, all is 0 then."""
+        """True if it has no meaning without a request. The request's other columns are then 0."""
         return isinstance(self.of, Expression) and HIT_COLUMN in self.of.names
 
     @property
@@ -87,13 +86,13 @@ class Metric:
         return math.inf if self.less_is_better else -math.inf
 
     def better(self, one: float, other: float) -> bool:
-        """Whether one value is strictly better. The threshold of a filter is met by what is better than it."""
+        """True if one value is strictly better."""
         return one < other if self.less_is_better else one > other
 
 
 @dataclass(frozen=True, slots=True)
 class _OneRow:
-    """`Columns` of one instance, with something added."""
+    """`Columns` of one instance, with additions."""
 
     columns: Columns
     row: int
@@ -107,7 +106,7 @@ class _OneRow:
 
 
 def _column(columns: Columns, name: str) -> Values:
-    """A column. Where no request asks for a place, as in rescheduling, those of the request are 0."""
+    """A column. Those of the request are 0 in rescheduling."""
     try:
         return columns[name]
     except UnknownColumn:
@@ -124,7 +123,7 @@ def _number(columns: Columns, row: int, weight: Mapping[str, float], name: str) 
 _HEADROOM = """
     (priority_headroom if num_urgent_requests + sent_urgent_requests > 0 or priority < 0 else 0)
 """
-"""Beside an urgent request, there or coming."""
+"""Headroom beside a present or coming urgent request."""
 _VIRTUAL_TOKENS = """
     (num_used_gpu_tokens
      + num_unallocated_tokens_scheduler_running_prefills
@@ -133,8 +132,8 @@ _VIRTUAL_TOKENS = """
      + sent_tokens)
 """
 _VIRTUAL_USAGE = f"({_VIRTUAL_TOKENS} / num_total_gpu_tokens + {_HEADROOM} if schedulable else 1 / 0)"
-"""Algorithm 1 of Llumnix (OSDI'24), as a share of the KV cache: what is in use; what the first of the queue needs; the
-headroom of urgent requests; and without end where an instance is to become empty."""
+"""Algorithm 1 of Llumnix (OSDI'24), as a share of the KV cache: use, need of the first queued request, headroom of
+urgent requests; infinite where an instance is to become empty."""
 
 _NUM_REQUESTS = "num_waiting_requests + num_loading_requests + num_running_requests + sent_requests"
 
@@ -203,24 +202,23 @@ _BUILT_IN = (
 
 
 def built_in_metrics(constants: Mapping[str, float] = BUILT_IN_CONSTANTS) -> dict[str, Metric]:
-    """Built-in metrics by name. Of a constant that is not given the formulas keep the name."""
+    """Built-in metrics by name. Missing constants stay names in the formulas."""
     return {metric.name: metric.with_constants(constants) for metric in _BUILT_IN}
 
 
 METRICS: Mapping[str, Metric] = built_in_metrics()
-"""Built-in metrics by name, with the constants as they are unless something else is said."""
+"""Built-in metrics by name, with the default constants."""
 
 
 def all_metrics(constants: Mapping[str, float] = BUILT_IN_CONSTANTS) -> dict[str, Metric]:
-    """Built-in metrics, and those of installed packages. Raises ValueError for one that is none, or that takes a name
-    that is taken."""
+    """Built-in metrics, and those of installed packages. Raises ValueError for an invalid one or a repeated name."""
     known = load_values(ENTRY_POINTS, METRICS, _fault)
     others = {name: metric.with_constants(constants) for name, metric in known.items() if name not in METRICS}
     return built_in_metrics(constants) | others
 
 
 def metric_fault(name: str) -> str:
-    """Why a metric cannot tell hot instances from cold ones; empty if it can."""
+    """The reason why a metric cannot compare the load of instances; "" if it can."""
     try:
         known = all_metrics()
     except ValueError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy's file may name: filters and selectors by name, and how their settings are checked."""
+"""Filters and selectors by their names in a policy's file, and the checks of their settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILTER_ENTRY_POINTS: Final = "llumnix.filters"
 SELECTOR_ENTRY_POINTS: Final = "llumnix.selectors"
 
 Maker = Callable[..., Any]
-"""A part's constructor, called with the settings of the file. A ValueError or TypeError is what is wrong with them."""
+"""A part's constructor, called with the file's settings. ValueError and TypeError tell their faults."""
 
 
 def number(value: Any) -> float:
@@ -59,7 +59,7 @@ def _weights(value: Any) -> Mapping[str, float]:
 
 
 STRUCTURAL: Final[tuple[type[f.Filter], ...]] = (f.ModelFilter, f.CapacityFilter, f.RetryFilter, f.BreakerFilter)
-"""Filters that every policy of dispatch begins with, after the infer type's."""
+"""Filters that begin every dispatch policy, after the infer type's."""
 _FILTERS: Final[Mapping[str, Maker]] = {
     "schedulabilityFilter": f.SchedulabilityFilter,
     "stalenessFilter": lambda seconds: f.StalenessFilter(positive_seconds(seconds)),
@@ -78,15 +78,15 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 
 
 def all_filters() -> dict[str, Maker]:
-    """Built-in filters, and those of installed packages. Raises ValueError for one that is none."""
+    """Built-in filters, and those of installed packages. Raises ValueError for an invalid one."""
     return load_values(FILTER_ENTRY_POINTS, _FILTERS, callable_fault)
 
 
 def all_selectors() -> dict[str, Maker]:
-    """Built-in selectors, and those of installed packages. Raises ValueError for one that is none."""
+    """Built-in selectors, and those of installed packages. Raises ValueError for an invalid one."""
     return load_values(SELECTOR_ENTRY_POINTS, _SELECTORS, callable_fault)
 
 
 def callable_fault(name: str, value: object) -> str | None:
-    """Why what an entry point loads is no maker of parts; None if it is one."""
+    """The reason why an entry point's value makes no parts; None if it does."""
     return None if callable(value) else "is not callable"

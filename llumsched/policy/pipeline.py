@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one runner: filters, a second pass without the soft ones if nobody is left, metrics, the selector.
+"""Runs a policy: filters, a second pass without the soft ones if no instance is left, metrics, selector.
 
-What it did is in the `Decision`; `dispatch.explain` tells people of it.
+A `Decision` records the run; `dispatch.explain` puts it in words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llumsched.policy.selectors import Draw, RandomSelector, Selector
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Filters of one instance, and those of groups, each in their order."""
+    """Filters of single instances and of groups, each in their order."""
 
     singles: tuple[Filter, ...] = ()
     groups: tuple[GroupFilter, ...] = ()
@@ -41,26 +41,26 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """How a policy chooses an instance of one infer type."""
+    """A policy's choice of an instance of one infer type."""
 
     infer_type: InferType
     metrics: tuple[Metric, ...]
-    """What the selector compares; the first is the one that people mean by its load."""
+    """The selector's metrics; the first is the one that people call load."""
     filters: Filters
     selector: Selector
 
 
 @dataclass(frozen=True, slots=True)
 class Screening:
-    """Who is refused by which filter. Masks are of the rows that the candidates had then."""
+    """Refusals by filter. Masks have the rows of the candidates at the time."""
 
     refused: Sequence[tuple[Filter | GroupFilter, Mask]]
-    """Refusals by all filters, those of one instance first, otherwise in their order."""
+    """Refusals by all filters, those of single instances first, otherwise in order."""
     failed: Mask
     hard: Mask
-    """Rows refused by a filter that counts in any case."""
+    """Rows refused by a filter that always counts."""
     soft: Mask
-    """Rows refused by one that counts as long as somebody else is left."""
+    """Rows refused by a filter that counts only while another instance is left."""
 
     @property
     def passed(self) -> Mask:
@@ -68,9 +68,8 @@ class Screening:
 
 
 def screen(filters: Filters, candidates: Candidates, failed: Mask | None = None) -> Screening:
-    """Runs all filters over all candidates, none cut short: a refused instance may be refused for several reasons, and
-    one that failed counts as failed even if another filter refused it first. Group filters come after all others.
-    `failed`: rows that have failed in any case."""
+    """Runs all filters over all candidates, so that all reasons are known and failed instances count as such whatever
+    refused them first. Group filters come last. `failed`: rows that have failed in any case."""
     hard, soft = (np.zeros(len(candidates), np.bool_) for _ in range(2))
     failed = np.zeros(len(candidates), np.bool_) if failed is None else failed.copy()
     refused: list[tuple[Filter | GroupFilter, Mask]] = []
@@ -91,7 +90,7 @@ def screen(filters: Filters, candidates: Candidates, failed: Mask | None = None)
 
 
 def checked(mask: Mask, number: int) -> Mask:
-    """A filter's answer for so many rows. Raises TypeError if it is none."""
+    """A filter's answer for `number` rows. Raises TypeError if it is not a mask."""
     if not number:
         return np.zeros(0, np.bool_)
     mask = np.asarray(mask)
@@ -101,7 +100,7 @@ def checked(mask: Mask, number: int) -> Mask:
 
 
 def _mask(one: Filter | GroupFilter, refuse: Callable[[], Mask], number: int) -> Mask:
-    """The rows that a filter refuses. One that raises, or whose answer is none, refuses nobody."""
+    """The rows that a filter refuses. A filter that raises, or whose answer is invalid, refuses none."""
     try:
         return checked(refuse(), number)
     except Exception as error:  # noqa: BLE001 - whatever a foreign filter raises
@@ -119,11 +118,11 @@ class Decision:
     row: int | None
     """The chosen row."""
     fallback: bool
-    """Whether the filters that may be skipped were."""
+    """True if the soft filters were skipped."""
 
 
 def run(stage: Stage, candidates: Candidates, draw: Draw) -> Decision:
-    """Choose one instance. Changes nothing."""
+    """Chooses one instance. Changes nothing."""
     screening = screen(stage.filters, candidates)
     rows = np.flatnonzero(screening.passed)
     fallback = not rows.size
@@ -140,7 +139,7 @@ def run(stage: Stage, candidates: Candidates, draw: Draw) -> Decision:
 
 
 def _chosen(selector: Selector, rows: Rows, costs: Mapping[str, Values], candidates: Candidates, draw: Draw) -> int:
-    """The row that a selector chooses; any, if it raises or chooses another."""
+    """The row that a selector chooses; any row if it raises or chooses an invalid one."""
     try:
         row = selector.choose(rows, costs, candidates.cluster.order, draw)
         if row in rows:

@@ -31,13 +31,14 @@ from llumsched.cluster.providers import HIT_COLUMN
 
 _MS: Final = 1e3
 _LEAST_GAIN: Final = 0.1
-"""Share of what ends that is free for newcomers, at least: those that go on preempt each other for the rest."""
+"""Smallest share of the ended requests' blocks that is free for newcomers; running requests preempt each other for the
+rest."""
 _FEW_TOKENS: Final = 2048.0
-"""Of a batch, for an instance that does not say."""
+"""Tokens per batch of an instance that does not tell."""
 
 
 def predicted_ttft(columns: Columns) -> Values:
-    """Milliseconds to the first token of the request; of an empty one, if there is none."""
+    """Milliseconds to the first token of the request, or of an empty one."""
     num_decodes, decode_kv = columns["scheduler_running_to_decode_requests_num"], _decode_kv(columns)
     base_s = _base_s(columns, num_decodes, decode_kv)
     batch = columns["max_num_batched_tokens"]
@@ -81,7 +82,7 @@ def predicted_ttft(columns: Columns) -> Values:
 
 
 def _until_room_s(columns: Columns, own: Values, num_decodes: Values, decode_kv: Values, base_s: Values) -> Values:
-    """Seconds until enough requests have ended for all that waits, and the request, to have its blocks."""
+    """Seconds until enough requests have ended for the blocks of all waiting requests and this one."""
     free = columns["num_total_gpu_tokens"] - columns["num_used_gpu_tokens"]
     needed = (
         columns["num_unallocated_tokens_all_waiting_requests"]
@@ -97,7 +98,7 @@ def _until_room_s(columns: Columns, own: Values, num_decodes: Values, decode_kv:
 
 
 def _until_place_s(columns: Columns, num_decodes: Values) -> Values:
-    """Seconds until the batch has a place for all that waits, and the request."""
+    """Seconds until the batch has places for all waiting requests and this one."""
     needed = columns["num_running_requests"] + columns["num_waiting_requests"] + columns["sent_requests"] + 1.0
     seconds = np.maximum(needed - columns["max_num_seqs"], 0.0) / (columns["ended_per_s"] * num_decodes)
     known: Values = np.nan_to_num(seconds, nan=0.0, posinf=0.0)
@@ -105,7 +106,7 @@ def _until_place_s(columns: Columns, num_decodes: Values) -> Values:
 
 
 def predicted_tpot(columns: Columns) -> Values:
-    """Milliseconds between two tokens, with the request, if there is one, among those that decode."""
+    """Milliseconds between two tokens with the request, if there is one, among the decodes."""
     own = _or_zero(columns, "prompt_num_tokens")
     num_decodes = (
         columns["scheduler_running_to_decode_requests_num"]
@@ -130,7 +131,7 @@ def _base_s(columns: Columns, num_decodes: Values, decode_kv: Values) -> Values:
 
 
 def _decode_kv(columns: Columns) -> Values:
-    """Tokens in the KV cache of what decodes now: those that prefills have still to compute are not among them."""
+    """Tokens in the KV cache of present decodes, without what prefills have still to compute."""
     tokens = (
         columns["scheduler_running_to_decode_tokens_num"] - columns["num_uncomputed_tokens_scheduler_running_prefills"]
     )
@@ -138,7 +139,7 @@ def _decode_kv(columns: Columns) -> Values:
 
 
 def _or_zero(columns: Columns, name: str) -> Values:
-    """A column that only decisions about a request have."""
+    """A column that only decisions about a request have; otherwise 0."""
     try:
         return columns[name]
     except UnknownColumn:
@@ -149,4 +150,4 @@ PREDICTIONS: Final[Mapping[str, Callable[[Columns], Values]]] = {
     "predicted_ttft": predicted_ttft,
     "predicted_tpot": predicted_tpot,
 }
-"""By the names of the metrics."""
+"""Predictions by the names of the metrics."""

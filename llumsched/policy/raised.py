@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a policy that raise in a decision: each is logged once and counted, and the decision goes on without it."""
+"""Parts of a policy that raised an exception in a decision: each is logged once, counted, and skipped."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _log = logging.getLogger(__name__)
 _RECENT_S: Final = 60.0
 
 counts: Counter[str] = Counter()
-"""How often each part has raised in this process."""
+"""Number of exceptions of each part in this process."""
 _last_s: dict[str, float] = {}
 
 
 def note(part: str, instead: str, error: Exception) -> None:
-    """Notes that a part raised. `instead`: what happens then."""
+    """Notes that a part raised. `instead`: the consequence."""
     if part not in counts:
         _log.error("%s raises, and %s when it does", part, instead, exc_info=error)
     counts[part] += 1

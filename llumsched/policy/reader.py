@@ -45,20 +45,20 @@ from llumsched.policy.parts import Maker, all_filters, all_selectors, number, sw
 SECTIONS: Final = frozenset({"name", "define", "full", "lite", "rescheduling"})
 
 Changed = Callable[[str, dict[str, Any]], dict[str, Any]]
-"""Settings of a part with what flags say instead, by the part's name and its settings in the file."""
+"""Settings of a part with overrides, from its name and its settings in the file."""
 
 
 class PolicyError(Faulty):
-    """A policy that cannot be used."""
+    """Raised for a policy that cannot be used."""
 
 
 def is_own_file(name: str) -> bool:
-    """Whether a policy's name is a path, and not that of a built-in one."""
+    """True if a policy's name is a path."""
     return name.endswith((".yaml", ".yml"))
 
 
 def built_in_policies(section: str = "full") -> list[str]:
-    """Names of those that say something of dispatch, or, with "rescheduling", of that."""
+    """Names of the built-in policies with this section."""
     return sorted(
         path.name.removesuffix(".yaml")
         for path in _directory().iterdir()
@@ -67,7 +67,7 @@ def built_in_policies(section: str = "full") -> list[str]:
 
 
 def read_policy(name: str, section: str = "full") -> str:
-    """The text of a built-in policy by name, or of a file by its path: it ends in `.yaml`. Raises PolicyError."""
+    """The text of a built-in policy by name, or of a file by its path, which ends in `.yaml`. Raises PolicyError."""
     if is_own_file(name):
         try:
             return Path(name).read_text()
@@ -97,12 +97,11 @@ class Reader:
     def __init__(
         self, source: str, document: Any, fits: Callable[[Metric], bool], unfit: str, constants: Mapping[str, float]
     ) -> None:
-        """`fits`: tells whether the section may use a metric; `unfit` is said of others. `constants`: values in place
-        of those that the document defines, or that are built in. Raises PolicyError for installed extensions that do
-        not load."""
+        """`fits`: true if the section may use a metric; `unfit` is said of others. `constants`: values in place of
+        those that are defined or built in. Raises PolicyError for installed extensions that do not load."""
         self.faults: list[str] = []
         self.constants: dict[str, float] = {}
-        """Constants that it defines, and the built-in ones that it uses."""
+        """Its own constants, and the built-in ones that it uses."""
         self._fits, self._unfit = fits, unfit
         self._given = constants
         self._source = source
@@ -158,7 +157,7 @@ class Reader:
                 self.fault(where, f"is not a mapping of {', '.join(sorted(known))}")
 
     def _named(self, kind: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """What has a name of its own in a part of the definitions."""
+        """Named entries of a part of the definitions."""
         entries = section.get(kind, {})
         if not isinstance(entries, dict):
             self.fault(f"define.{kind}", "is not a mapping of names")
@@ -208,7 +207,7 @@ class Reader:
             )
 
     def _formula(self, where: str, text: Any) -> Expression | None:
-        """The formula of a text, with metrics in the place of their names; None if there is a fault."""
+        """The formula of a text, with metrics in place of their names; None if there is a fault."""
         if isinstance(text, bool) or not isinstance(text, str | int | float):
             self.fault(where, f"{text!r} is no formula")
             return None
@@ -223,7 +222,7 @@ class Reader:
         return None if unknown else formula
 
     def _formulas(self) -> dict[str, Expression]:
-        """What a formula may name beside columns; of a metric that is called like a column, the column is meant."""
+        """Formulas by the names that may stand for them. A column hides a metric of the same name."""
         return numbers(self.constants) | {
             name: metric.of
             for name, metric in self.metrics.items()
@@ -232,11 +231,11 @@ class Reader:
 
     @property
     def built_in_constants(self) -> dict[str, float]:
-        """The built-in ones as they are set, whether or not the document uses them."""
+        """Values of all built-in constants."""
         return {name: self._given.get(name, value) for name, value in BUILT_IN_CONSTANTS.items()}
 
     def _settled(self, formula: Expression) -> Expression:
-        """The formula of what a document uses, with numbers in the place of built-in constants."""
+        """The formula with built-in constants replaced by numbers."""
         named = {name: value for name, value in self.built_in_constants.items() if name in formula.names}
         self.constants |= named
         return formula.with_names(numbers(named))
@@ -256,7 +255,7 @@ class Reader:
         return None
 
     def constant(self, where: str, text: Any) -> float | None:
-        """The number that a formula of constants is; None if there is a fault."""
+        """The value of a formula of constants; None if there is a fault."""
         formula = self._formula(where, text)
         if formula is None:
             return None
@@ -267,14 +266,14 @@ class Reader:
         return float(formula.of(lambda name: math.nan))
 
     def resolved(self, where: str, settings: dict[str, Any]) -> bool:
-        """Replaces a metric's name by the metric, and the formula of a limit by its number. False: a fault."""
+        """Replaces a metric's name by the metric, and a limit's formula by its number. False if there is a fault."""
         for key, found in (("metric", self.metric), ("limit", self.constant)):
             if key in settings:
                 settings[key] = found(where, settings[key])
         return None not in (settings.get("metric", 0), settings.get("limit", 0))
 
     def listed_filters(self, where: str, entries: Any, changed: Changed) -> list[f.Filter | f.GroupFilter]:
-        """The filters of a list, without those that have a fault."""
+        """The filters of a list, without faulty ones."""
         if not isinstance(entries, list):
             self.fault(where, "filters is not a list")
             return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What filters refused, in words: the run's own masks say who was refused, the filters themselves say why."""
+"""The refusals of filters in words."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Refusal:
     filter: str
     reason: str
     soft: bool
-    """Whether it counts only as long as somebody else is left."""
+    """True if it counts only while another instance is left."""
 
 
 def refusals(screening: Screening, candidates: Candidates, row: int) -> list[Refusal]:
-    """Refusals of one row. The candidates must not have changed since they were screened."""
+    """Refusals of one row. The candidates must be unchanged since they were screened."""
     return [_refusal(one, screening, candidates, row) for one, mask in screening.refused if mask[row]]
 
 
@@ -33,5 +33,5 @@ def _refusal(one: Filter | GroupFilter, screening: Screening, candidates: Candid
 
 
 def json_number(value: float) -> float | str:
-    """A number for JSON, which knows no infinity."""
+    """A number for JSON, which has no infinity."""
     return round(float(value), 6) if math.isfinite(value) else str(float(value))

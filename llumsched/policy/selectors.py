@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of those who may be chosen is chosen. Values: what they draw from is handed in, and they keep nothing.
+"""Selectors: the choice among the instances that filters leave. They are pure; randomness is a parameter.
 
-Selectors of other packages come through the entry point group `llumnix.selectors`: the entry point loads a callable
-that is given the YAML's settings as keyword arguments and returns a `Selector`.
+Installed packages add selectors through the entry point group `llumnix.selectors`: a callable that takes the YAML's
+settings as keyword arguments and returns a `Selector`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from llumsched.cluster.columns import IdOrder, Rows, Values
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a choice may depend on beside the metrics."""
+    """Inputs of a choice beside the metrics."""
 
     random: random.Random
     last: str | None = None
-    """Id of the instance chosen last time, for the same model and infer type."""
+    """Id of the instance chosen last for the same model and infer type."""
 
 
 @runtime_checkable
@@ -33,19 +33,19 @@ class Selector(Protocol):
     def name(self) -> str: ...
 
     def choose(self, rows: Rows, costs: Mapping[str, Values], order: IdOrder, draw: Draw) -> int:
-        """One of `rows`, which are not empty. `costs` are the policy's metrics by name and row, in their order, turned
-        so that less is better."""
+        """One of `rows`, which are not empty. `costs`: the policy's metrics by name and row, in order, with less being
+        better."""
         ...
 
 
 def selector_fault(value: object) -> str | None:
-    """Why a value is no `Selector`; None if it is one."""
+    """The reason why a value is not a `Selector`; None if it is one."""
     return None if isinstance(value, Selector) else "is no selector, as it lacks a name or choose"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricBasedSelector:
-    """The best by the metrics, compared one after the other; any of the best `top_k` if that is more than one."""
+    """Chooses the best by the metrics, compared one after the other; or a random one of the best `top_k`."""
 
     top_k: int = 1
     name: ClassVar[str] = "metricBasedSelector"
@@ -61,8 +61,8 @@ class MetricBasedSelector:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSelector:
-    """The least weighted sum of metrics, each brought to 0 for the best and 1 for the worst of those who may be chosen:
-    a metric that is equal on all of them says nothing."""
+    """Chooses the least weighted sum of metrics, each scaled to 0 for the best and 1 for the worst candidate; a metric
+    that is equal for all has no influence."""
 
     weights: Mapping[str, float]
     top_k: int = 1
@@ -76,7 +76,7 @@ class WeightedSelector:
 
 
 def _scaled(values: Values) -> Values:
-    """Values from 0 to 1. Infinities are as bad as the worst number, or as good as the best."""
+    """Values scaled to [0, 1]. Infinities count as the worst or best number."""
     finite = values[np.isfinite(values)]
     if not finite.size:
         return (values > 0).astype(np.float64)
@@ -92,7 +92,7 @@ def _one_of_best(rows: Rows, keys: Sequence[Values], top_k: int, order: IdOrder,
 
 @dataclass(frozen=True, slots=True)
 class RoundRobinSelector:
-    """The next by id after the one chosen last, which may be gone."""
+    """Chooses the next by id after the last choice, which may be gone."""
 
     name: ClassVar[str] = "roundRobinSelector"
 
@@ -107,7 +107,7 @@ class RoundRobinSelector:
 
 @dataclass(frozen=True, slots=True)
 class RandomSelector:
-    """Chooses anybody."""
+    """Chooses at random."""
 
     name: ClassVar[str] = "randomSelector"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries the parts of a policy when it is loaded. A part that raises for no instance, one or three would raise in
+"""Tries the parts of a policy with no, one and three instances when it is loaded, so that they do not raise in
 decisions."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _REQUEST: Final = Request("trial", "trial", 100, ttft_slo_ms=1000.0, tpot_slo_ms
 
 
 def fault_of(part: object, providers: Sequence[RequestProvider]) -> str | None:
-    """Why a filter, a selector or a metric cannot be used; None if it can, or is none of these. `providers`: of columns
-    beside those of the table."""
+    """The reason why a filter, selector or metric cannot be used; None if it can. `providers`: of columns beside the
+    table's."""
     for table in _tables():
         candidates = Candidates(table, Context(1.0, _REQUEST), providers)
         try:
@@ -55,7 +55,7 @@ def _try(part: object, candidates: Candidates) -> None:
 
 
 class _Costs(dict[str, "np.typing.NDArray[np.float64]"]):
-    """The same costs under whatever name a selector asks for."""
+    """The same costs under any name that a selector asks for."""
 
     def __init__(self, number: int) -> None:
         super().__init__(load=np.arange(number, dtype=np.float64))

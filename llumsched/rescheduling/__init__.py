@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves running requests from hot instances to cold ones, and away from sick ones.
+"""Moves running requests from hot instances to cold ones, and away from failed ones.
 
-    view ──> snapshot ──> planner ──> moves ──> executor ──> llumlets
+view ──> snapshot ──> planner ──> moves ──> executor ──> llumlets
                              ^                      |
                              └────── history <──────┘
 
-The planner is pure: a snapshot and what is remembered of earlier moves go in, moves come out. Only the executor talks
-to the network, and only `Rescheduler` looks at the clock.
+The planner is pure: from a snapshot and the history of moves it makes new moves. Only the executor uses the network,
+and only `Rescheduler` reads the clock.
 """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a rescheduler in a process of its own knows prefix caches. Inside a scheduler it knows what dispatch does."""
+"""Settings of the prefix caches that a rescheduler in its own process follows. Inside a scheduler it shares
+dispatch's."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ class CacheSettings:
 
     @property
     def num_known_blocks(self) -> int:
-        """How many blocks are known at most; 0: nothing is known of any cache."""
+        """Largest number of known blocks; 0 if no cache is followed."""
         return self.index_blocks if self.aware else 0
 
 
 def prepare(reading: Reading) -> CacheSettings:
-    """The settings; what contradicts itself is added to the faults."""
+    """The settings. Contradictions are added to the faults."""
     settings = reading.make(CacheSettings)
     reading.check(_faults, settings, _INDEX_BLOCKS in reading.given)
     return settings

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rescheduler over HTTP: what it did (`/debug/rescheduling`), what it would do now (`/debug/rescheduling/plan`);
-and the small server of a process of its own."""
+"""The rescheduler over HTTP: its records (`/debug/rescheduling`), its next pass (`/debug/rescheduling/plan`), and the
+small server of a standalone process."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from llumsched.http_form import give_form
 from llumsched.rescheduling.rescheduler import Rescheduler
 
 MOST: Final = 1000
-"""Limit of passes or moves of one answer."""
+"""Largest number of passes or moves in an answer."""
 _TOLD_AT_ONCE: Final = 8
-"""Instances of `/debug/rescheduling/plan`, between which others have their turn; less than a millisecond."""
+"""Instances of `/debug/rescheduling/plan` between which other tasks run; less than a millisecond."""
 
 
 class _DryRun(Struct):
-    """What is asked of `/debug/rescheduling/plan`."""
+    """A question to `/debug/rescheduling/plan`."""
 
     policy: Annotated[str, Meta(max_length=4096)] = ""
-    """The name of the only one to be told of; empty: all."""
+    """The only policy to show; "" shows all."""
 
 
 def add_debug_routes(app: web.Application, rescheduler: Rescheduler) -> None:
-    """GET /debug/rescheduling?passes=20&moves=100: the newest of each, newest last.
+    """GET /debug/rescheduling?passes=20&moves=100: the latest of each, newest last.
 
-    POST /debug/rescheduling/plan {"policy": "neutral_load"}: what a pass would do now, of one policy or of all; starts
-    and changes nothing. 400 for a policy that is none of its."""
+    POST /debug/rescheduling/plan {"policy": "neutral_load"}: the pass that one policy, or all, would make now; changes
+    nothing. 400 for an unknown policy.
+    """
 
     async def show(request: web.Request) -> web.Response:
         try:
@@ -72,7 +73,7 @@ def standalone(view: View, rescheduler: Rescheduler, registry: CollectorRegistry
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(request: web.Request) -> web.Response:
-        """Answers 503 while the CMS is lost: nothing is planned then."""
+        """Answers 503 while the CMS is lost, as nothing is planned then."""
         document = {"instances": len(view), "connected": view.connected, "view_age_s": round(view.age_s, 3)}
         return web.json_response(document, status=200 if view.connected else 503)
 

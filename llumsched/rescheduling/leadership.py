@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several reschedulers plans: one at a time, by a lease in the Redis that they share.
+"""Leader election among reschedulers by a lease in their Redis.
 
-Who holds the lease renews it every second; the others ask as often, and one of them has it as soon as it has run out,
-or was given back. A holder counts its time from before it asked, by its own clock: it stops planning before the server
-lets another one begin. Each new holder gets a higher term, which llumlets compare (`contract.servicer`): what a holder
-ordered before it was stopped, and says when it goes on, is refused.
+The leader renews the lease every second; standbys ask as often, and one gets it when it expires or is returned. A
+leader measures its lease on its own clock from before each request, so it stops planning before the server admits
+another one. Each new leader has a higher term, which llumlets compare (`contract.servicer`): late orders of a former
+leader are refused.
 
-A server may lose its memory, and one that takes its place may lack the last lease and the last terms: Sentinels promote
-a replica, which gets writes a moment after they were answered. So two may lead for a while, and the one that came later
-must have the higher term whatever a server remembers. Terms are at least the server's time, in microseconds. Everybody
-tells the server the highest one it has heard of, and a holder whose own is lower gets a new one. Servers with the same
-memory must not give two holders the same term: each adds a number that it draws. And a holder whose orders are refused,
-for the term of a leader that nobody who is left has heard of, takes new ones until it has a higher one.
+A server may lose its memory, or be replaced by a replica without the latest writes (Sentinels). So two may lead for a
+while, and the later one must have the higher term whatever a server remembers. Terms are at least the server's time in
+microseconds. All tell the server the highest term they know, and a leader with a lower one gets a new one. Each adds a
+random number, so that servers with equal memory do not give the same term twice. A leader whose orders are refused for
+the term of an unknown leader takes new terms until it has a higher one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 LEASE_S: Final = 3.0
 RENEW_S: Final = 1.0
 _MOST_DRAWN: Final = 2**16
-"""Limit of what a holder draws for its term, in microseconds: far less than it takes to promote a replica."""
+"""Largest random addition to a term, in microseconds: far less than the promotion of a replica takes."""
 
 _TAKE: Final = """
 local holder = redis.call('GET', KEYS[1]) or ARGV[1]
@@ -53,8 +52,8 @@ end
 redis.call('SET', KEYS[2], string.format('%.0f', highest))
 return {term, holder, highest}
 """
-"""Takes or renews the lease. ARGV: who asks, for how many milliseconds, its term if it leads, the highest that it has
-heard of, what it has drawn. Numbers are doubles: exact up to 2**53, which as microseconds is the year 2255."""
+"""Takes or renews the lease. ARGV: who asks, milliseconds, its term if it leads, the highest known term, its random
+addition. Numbers are doubles, exact up to 2**53: as microseconds, the year 2255."""
 _GIVE_BACK: Final = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
@@ -64,14 +63,15 @@ end
 
 class _Answer(NamedTuple):
     term: int
-    """The term that was given; 0: another one has it."""
+    """The new term; 0 if another one leads."""
     holder: str
     highest: int
-    """Highest of the terms that the server knows."""
+    """The highest term that the server knows."""
 
 
 class Lease:
-    """A lease, on the loop that calls `start`. `name`: this process's, for people. Raises ValueError for a bad URL."""
+    """A lease, on the loop that calls `start`. `name`: this process's, for people. Raises ValueError for an invalid
+    URL."""
 
     def __init__(self, url: str, name: str = "") -> None:
         self._url, self._layout = url, Layout.of(url)
@@ -87,20 +87,20 @@ class Lease:
 
     @property
     def term(self) -> int:
-        """The term of this one; 0 while it does not lead."""
+        """The term of this process; 0 while it does not lead."""
         return self._term if time.monotonic() < self._until_s else 0
 
     @property
     def reason(self) -> str:
-        """Why this one does not lead, when it does not; for people."""
+        """The reason why it does not lead, for people."""
         if self._problem:
             return f"{self._server} does not say who leads: {self._problem}"
         leader = self._holder.rpartition("/")[0]
         return f"{leader} leads" if leader else f"{self._server} has not said who leads"
 
     def refused(self, term: int) -> None:
-        """Gives up a term of orders that a llumlet refused: it knows a higher one, of a leader whom no server
-        remembers. The next term is nearer to it by the time that has passed."""
+        """Gives up a term whose orders a llumlet refused: the llumlet knows a higher one of a leader that no server
+        remembers. The next term is higher by the time that has passed."""
         if term == self._term:
             self._term = 0
 
@@ -110,7 +110,7 @@ class Lease:
         self._task = asyncio.create_task(keep_running("the rescheduler's lease", self._keep))
 
     async def close(self) -> None:
-        """Gives the lease back, so that another one need not wait."""
+        """Returns the lease, so that a standby need not wait."""
         if self._task is not None:
             await end(self._task)
         if self._client is None:

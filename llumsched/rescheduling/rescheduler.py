@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: a pass at least every interval, earlier when the load changes or a move has ended.
+"""The loop of the rescheduler: a pass at least every interval, and earlier after load changes and ended moves.
 
-Embedded in the scheduler process or in one of its own, over whatever feeds the view. A pass plans and starts moves; it
-never waits for them. While the view's store is lost nothing is planned: an old view makes bad moves.
+It runs in the scheduler process or in its own. A pass plans and starts moves without waiting for them. Nothing is
+planned while the view's store is lost.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_S: Final = 2.0
-"""Time after which a store that has been lost is not planned with."""
+"""Time after which a lost store's view is not used for planning."""
 SHARE: Final = 20
-"""A pass is followed by a pause of at least this many times its length: the process has other work."""
+"""Pause after a pass, as a multiple of its length, since the process has other work."""
 
 
 def lease_of(cms: str) -> Lease | Turns:
-    """The lease in the Redis that instances report to; turns where the CMS is a process, of which there may be
-    several."""
+    """The lease in the Redis that instances report to; turns for a CMS in a process, which several reschedulers may
+    share."""
     if not cms.startswith(REDIS_SCHEMES):
         return Turns()
     # Its client need not be installed otherwise.
@@ -58,9 +58,9 @@ def lease_of(cms: str) -> Lease | Turns:
 
 
 class Rescheduler:
-    """The loop; `records` is what it did and does. Belongs to the event loop of `view`.
+    """The loop; `records` tells its work. Belongs to the event loop of `view`.
 
-    `table` is the dispatcher's, with what it has sent and no status shows yet; None: one of its own, without.
+    `table`: the dispatcher's, which includes sent requests that no status shows yet; None makes one without them.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Rescheduler:
         clock: Callable[[], float] = time.monotonic,
         connect: Connect = connect,
     ) -> None:
-        """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own). `lease`:
-        nothing is planned while another one has it; None: there is no other rescheduler. `shares`: what prefix caches
-        have of each other, as far as known. Raises PolicyError."""
+        """`clock`: the view's. `registry` for metrics (default: its own). `lease`: nothing is planned while another
+        process has it; None: there is no other rescheduler. `shares`: overlaps of prefix caches, as far as known.
+        Raises PolicyError."""
         self.config = config
         self.records = Records()
         self._view = view
@@ -124,12 +124,12 @@ class Rescheduler:
             unobserve()
 
     async def close(self) -> None:
-        """Leaves the calls under way, after `run` was cancelled. What the llumlets have begun goes on."""
+        """Ends the running calls, after `run` was cancelled. Moves that llumlets have begun continue."""
         self._unobserve()
         await self._executor.close()
 
     def run_pass(self, woken_by: str = "call") -> PassRecord:
-        """Makes one pass, now: starts its moves and leaves its record."""
+        """Makes one pass now: starts its moves and returns its record."""
         began_s = self._clock()
         # As of now: what is planned while the lease runs out must not go out as a person's order.
         term = self._term
@@ -147,8 +147,7 @@ class Rescheduler:
         return [policy.name for policy in self._policies]
 
     def dry_run(self) -> DryRun:
-        """What a pass would do now, and why. Starts nothing and changes nothing: what it forgets is forgotten in a copy
-        of what is remembered."""
+        """The pass that would be made now, and why. Starts and changes nothing."""
         if skipped := self._reason_to_skip(self._term):
             return DryRun(skipped)
         watcher = PassWatcher()
@@ -172,7 +171,7 @@ class Rescheduler:
         return record
 
     def _pass_logged(self, woken_by: str) -> float:
-        """Makes a pass and returns its seconds. One that breaks must not end the loop; it leaves its record, too."""
+        """Makes a pass and returns its seconds. A pass that raises is recorded and does not end the loop."""
         began_s = self._clock()
         try:
             self.run_pass(woken_by)
@@ -184,7 +183,7 @@ class Rescheduler:
 
     @property
     def _term(self) -> int:
-        """That of its lease; 0 without one, and while another rescheduler has it."""
+        """The term of its lease; 0 without one, or while another rescheduler has it."""
         return self._lease.term if self._lease is not None else 0
 
     def _reason_to_skip(self, term: int) -> str:

@@ -51,7 +51,7 @@ OBJECTIVES: Final = (
     "tpot_migrate_out_ceil_threshold",
     "tpot_migrate_out_floor_threshold",
 )
-"""Settings that are constants of policies, by these names."""
+"""Settings that override policies' constants of the same names."""
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 
 
@@ -276,17 +276,16 @@ class ReschedulingConfig:
 
     @property
     def objectives(self) -> dict[str, float]:
-        """What is said of objectives, by the names of policies' constants."""
+        """Given objectives, by the names of policies' constants."""
         return {name: value for name in OBJECTIVES if (value := getattr(self, name)) is not None}
 
     @property
     def built_in_constants(self) -> dict[str, float]:
-        """What is said of those by flags of their own."""
+        """Given built-in constants, by name."""
         return {name: value for name in BUILT_IN_CONSTANTS if (value := getattr(self, name)) is not None}
 
     def constants(self, *, of_own_file: bool) -> dict[str, float]:
-        """Values for the constants of a policy. A file of one's own is changed by what is said of a constant, and not
-        by the flags of objectives."""
+        """Overrides for the constants of a policy. The flags of objectives do not apply to a user's file."""
         said = self.built_in_constants | dict(self.policy_constants)
         return said if of_own_file else self.objectives | said
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rescheduler as a process of its own: a store to read, the loop, and a little HTTP if asked for."""
+"""The rescheduler in its own process: a store, the loop, and optional HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 
 @dataclass(frozen=True)
 class RunningRescheduler:
-    """A rescheduler that runs. `port` is 0 without HTTP."""
+    """A running rescheduler. `port` is 0 without HTTP."""
 
     rescheduler: Rescheduler
     store: Store
@@ -38,7 +38,7 @@ class RunningRescheduler:
         await self._stack.aclose()
 
     async def wait(self) -> None:
-        """Waits until the loop ends, which it does by an error only."""
+        """Waits for the loop, which ends only by an error."""
         await asyncio.shield(self._loop)
 
 
@@ -51,10 +51,10 @@ async def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
 ) -> RunningRescheduler:
-    """Starts a rescheduler; `port` None: no HTTP, 0: any free one. A CMS that cannot be reached is tried until it can.
-    `num_cached_blocks`: how many blocks of all prefix caches are known at most; 0: no cache is watched.
+    """Starts a rescheduler. `port` None: no HTTP, 0: any free one. An unreachable CMS is retried. `num_cached_blocks`:
+    largest number of known blocks of prefix caches; 0 follows none.
 
-    Raises OSError if the port cannot be had.
+    Raises OSError if the port is not available.
     """
     async with contextlib.AsyncExitStack() as stack:
         registry = CollectorRegistry()
@@ -83,7 +83,7 @@ async def serve(
 def _watch_caches(
     stack: contextlib.AsyncExitStack, view: View, num_blocks: int, credentials: Credentials, registry: CollectorRegistry
 ) -> Shares:
-    """Hears from all instances what their caches hold, until the stack is closed."""
+    """Follows all instances' caches until the stack is closed."""
     if not num_blocks:
         return caches_unknown
     hits = PrefixHits(PrefixIndex(num_blocks))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether there is a rescheduler, and where; and what is wrong with its configuration."""
+"""Settings that enable the rescheduler, and the checks of its configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BELOW_LEAVE: Final[Mapping[str, str]] = {
     "tpot_slo_dispatch_threshold": "what may leave an instance might come there",
     "tpot_migrate_out_floor_threshold": "an instance would be too slow and too idle at a time",
 }
-"""Constants that are to be no greater than that one, and why."""
+"""Constants that must not exceed that one, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Switches:
 
     @property
     def enabled(self) -> bool:
-        """`--enable-rescheduling` if it was given; else whether a mode was."""
+        """`--enable-rescheduling` if given; otherwise true if a mode was given."""
         return self.colocated or self.standalone if self.enable is None else self.enable
 
     @property
@@ -47,7 +47,7 @@ class Switches:
 
 
 def prepare(reading: Reading) -> tuple[Switches, ReschedulingConfig]:
-    """The settings of a rescheduler; what contradicts itself is added to the faults."""
+    """The settings of a rescheduler. Contradictions are added to the faults."""
     config = reading.make(ReschedulingConfig)
     for check in (_policies, _selection, _said_twice):
         reading.check(check, config)
@@ -58,7 +58,7 @@ def prepare(reading: Reading) -> tuple[Switches, ReschedulingConfig]:
 
 
 def constants(config: ReschedulingConfig) -> Mapping[str, Mapping[str, float]]:
-    """The constants of the policies, by the policy's name. Those in which something is wrong are left out."""
+    """The constants of the valid policies, by policy."""
     found = {}
     for name in config.policies:
         with suppress(PolicyError):
@@ -67,18 +67,18 @@ def constants(config: ReschedulingConfig) -> Mapping[str, Mapping[str, float]]:
 
 
 def names_set(config: ReschedulingConfig) -> frozenset[str]:
-    """Settings that a rescheduler shares with dispatch, and has a use for."""
+    """Settings shared with dispatch that a rescheduler uses."""
     return _used(config, constants(config)) | {"failover_domain", "staleness_s"}
 
 
 def _used(config: ReschedulingConfig, by_policy: Mapping[str, Mapping[str, float]]) -> frozenset[str]:
-    """Names of constants that are set, and that a policy defines."""
+    """Names of given constants that a policy defines."""
     used = (found.keys() & config.constants(of_own_file=is_own_file(name)).keys() for name, found in by_policy.items())
     return frozenset().union(*used)
 
 
 def constant_faults(config: ReschedulingConfig, used_elsewhere: Container[str] = ()) -> Iterator[str]:
-    """`used_elsewhere`: names of constants for which somebody else has a use, or says that nobody has."""
+    """`used_elsewhere`: names of constants that dispatch uses or reports itself."""
     by_policy = constants(config)
     used = _used(config, by_policy)
     of_files = frozenset().union(*(found for name, found in by_policy.items() if is_own_file(name)))

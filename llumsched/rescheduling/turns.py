@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several reschedulers gives orders where they share no Redis: the one with the highest term.
+"""Leader election among reschedulers without a common Redis: the highest term leads.
 
-Each begins with the time as its term, in microseconds. A llumlet refuses orders of a lower term than it has seen, so of
-two that order at the same instances, as during a rolling update of the scheduler, the one that began earlier is refused
-once. It then stands by for `STAND_BY_S`, and begins anew with a higher term: if the other one still gives orders by
-then, that one stands by. Engines accept orders from one rescheduler at a time; a gap lasts at most `STAND_BY_S`.
+Each begins with the time in microseconds as its term. A llumlet refuses orders of a lower term than it has seen, so the
+earlier of two reschedulers (as in a rolling update) is refused once. It stands by for `STAND_BY_S` and returns with a
+higher term; if the other one still gives orders then, that one stands by. A gap without orders lasts at most
+`STAND_BY_S`.
 
-A clock that was ahead leaves a term behind that is higher than the time. Refusals in a row, each
-less than `STAND_BY_S` after its term began, therefore add 2, 4, 8 minutes and so on to the time.
+A clock that was ahead leaves a term above the time. Refusals in a row, each within `STAND_BY_S` of its term's start,
+therefore add 2, 4, 8 minutes and so on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 STAND_BY_S: Final = 60.0
 _MOST_DOUBLINGS: Final = 20
 _MOST_DRAWN: Final = 1000
-"""Limit of what is drawn for a term, in microseconds, so that no two that begin together have the same one."""
+"""Largest random addition to a term, in microseconds, so that two that start together differ."""
 
 
 class Turns:
-    """In the place of a `leadership.Lease`. `clock` is monotonic, `wall_clock` tells the time; both in seconds."""
+    """Replaces a `leadership.Lease`. `clock` is monotonic, `wall_clock` tells the time; both in seconds."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
@@ -36,13 +36,13 @@ class Turns:
         self._term = 0
         self._until_s = -math.inf
         self._began_s = -math.inf
-        """The time at which the term began."""
+        """The start of the term."""
         self._num_in_a_row = 0
-        """Refusals of which each came soon after its term began."""
+        """Refusals that each came soon after the term's start."""
 
     @property
     def term(self) -> int:
-        """The term of this one; 0 while it stands by."""
+        """The term of this process; 0 while it stands by."""
         if self._clock() < self._until_s:
             return 0
         if not self._term:
@@ -53,7 +53,7 @@ class Turns:
 
     @property
     def reason(self) -> str:
-        """Why this one gives no orders, when it stands by; for people."""
+        """The reason why it stands by, for people."""
         left_s = max(self._until_s - self._clock(), 0.0)
         return f"it stands by for {left_s:.0f} s: engines have seen orders of a higher term"
 
@@ -70,7 +70,7 @@ class Turns:
             )
 
     async def start(self) -> None:
-        """Needs no connection."""
+        """Does nothing, as no connection is needed."""
 
     async def close(self) -> None:
-        """Has nothing to give back."""
+        """Does nothing."""

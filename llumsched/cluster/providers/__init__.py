@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who writes which columns.
+"""The providers, each of which owns some columns.
 
-A `Provider` knows numbers of an instance: what its status says (`status`), what it is (`metadata`), what was sent there
-(`in_flight`, kept by `account` or `lrs`). A `RequestProvider` knows numbers of an instance *for a request*: asked once
-in a decision, for all instances at a time. Those of other packages come through the entry point group
-`llumnix.providers`: the entry point loads a callable without arguments that returns one.
+A `Provider` knows numbers of an instance: its status (`status`), its metadata, the requests sent there (`in_flight`,
+kept by `account` or `lrs`). A `RequestProvider` knows numbers *for a request*, asked once per decision for all
+instances. Installed packages add some through the entry point group `llumnix.providers`: a callable without arguments
+that returns a provider.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from llumsched.request import Request
 
 ENTRY_POINTS = "llumnix.providers"
 HIT_COLUMN: Final = "kv_cache_hit_len"
-"""Tokens of a request's prompt that an instance has in its prefix cache (`llumsched.prefix`). Every decision has this
-column: all zeros where nobody knows."""
+"""Tokens of a request's prompt in an instance's prefix cache (`llumsched.prefix`). Every decision has this column,
+which is zero if unknown."""
 
 
 @runtime_checkable
 class Provider(Protocol):
     @property
     def columns(self) -> Sequence[str]:
-        """Names of the columns that it owns. Fixed."""
+        """Names of its columns, which do not change."""
         ...
 
     def row(self, instance: Instance, before: Instance | None) -> Sequence[float] | None:
-        """The numbers of an instance, in the order of `columns`; None if they are as they were `before` (which is the
-        same life of the same instance)."""
+        """The numbers of an instance in the order of `columns`; None if they equal those of `before`, the same life of
+        the instance."""
         ...
 
     def on_change(self, listener: Callable[[str], None]) -> None:
-        """Has `listener` called with the id of an instance whose numbers change without its reporting."""
+        """Calls `listener` with the id of an instance whose numbers change without a report."""
         ...
 
 
 @runtime_checkable
 class RequestProvider(Protocol):
-    """Numbers for a request. One that observes the view, too, hears of instances before it is asked about them."""
+    """Numbers for a request. If it also observes the view, it hears of instances before it is asked about them."""
 
     @property
     def columns(self) -> Sequence[str]: ...
 
     def of_request(self, request: Request, cluster: Cluster) -> Sequence[Values]:
-        """Columns for this request, each of the length of `cluster`. Without a Python call for each instance: there may
-        be a thousand, and a millisecond for all of the decision."""
+        """Columns for this request with the length of `cluster`. Works without a Python call per instance, as a
+        decision has a millisecond for a thousand of them."""
         ...
 
 
@@ -57,7 +57,7 @@ _BUILT_IN: Mapping[str, Callable[[], object]] = {}
 
 
 def all_request_providers() -> list[RequestProvider]:
-    """Providers of installed packages, new ones with each call. Raises ValueError for what is none."""
+    """Providers of installed packages, new ones with each call. Raises ValueError for an invalid one."""
     return [_made(name, make) for name, make in load_values(ENTRY_POINTS, _BUILT_IN, _fault).items()]
 
 

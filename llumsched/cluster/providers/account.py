@@ -33,7 +33,7 @@ from llumsched.cluster.providers.in_flight import counters_of
 from llumsched.cluster.providers.ledger import Entry, Ledger
 
 _NAME_CHARACTERS: Final = 128
-"""Characters of a request's name in a status at most: engines have the id of its gateway, and cut off the rest."""
+"""Longest name of a request in a status; engines cut off the rest."""
 _MOST_OVERDUE: Final = 100_000
 
 
@@ -44,7 +44,7 @@ class _Sent(Entry):
 
 
 class Account(Ledger[_Sent]):
-    """`staleness_s` 0: nothing is counted. `is_blind`: whether no status can come now."""
+    """`staleness_s` 0 counts nothing. `is_blind`: true while no status can come."""
 
     def __init__(
         self, clock: Callable[[], float], staleness_s: float, is_blind: Callable[[], bool] = lambda: False

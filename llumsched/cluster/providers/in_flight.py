@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of what was sent to each instance and no status shows (yet). `account` and `lrs` keep the counts."""
+"""Columns of sent requests that no status shows. `account` and `lrs` keep the counts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llumsched.latency.fitting import pairs
 
 
 class Counters(NamedTuple):
-    """Requests that were sent to an instance and are not in its status.
+    """Requests sent to an instance that its status does not show.
 
-    A request for a neutral instance is prefill work and decode work, and one request.
+    A request for a neutral instance is prefill work, decode work and one request.
     """
 
     num_requests: int = 0
@@ -28,7 +28,7 @@ class Counters(NamedTuple):
     num_tokens: int = 0
     num_urgent_requests: int = 0
     dispatched_ms: int = 0
-    """When they were sent, by the scheduler's clock, all added up."""
+    """Sum of their times of dispatch on the scheduler's clock."""
 
     def plus(self, other: Counters) -> Counters:
         return Counters(*map(add, self, other))
@@ -48,8 +48,8 @@ def counters_of(
     num_hit_tokens: int = 0,
     urgent: bool = False,
 ) -> Counters:
-    """Counters of one request. On a neutral instance it is prefill work, until that is done, and decode work. Of its
-    prompt, `num_hit_tokens` are in the prefix cache there."""
+    """Counters of one request. On a neutral instance it is prefill work until that is done, and decode work.
+    `num_hit_tokens` of its prompt are in the prefix cache there."""
     uncomputed = max(num_tokens - num_hit_tokens, 0)
     is_prefill = infer_type is not InferType.DECODE and not prefilled
     is_decode = infer_type is not InferType.PREFILL
@@ -66,8 +66,8 @@ def counters_of(
 
 
 class InFlight:
-    """Counters by instance id; only what is not zero is kept. A provider: its columns are called as the counters are,
-    with `sent_` in place of `num_`."""
+    """Nonzero counters by instance id. A provider, whose columns have the counters' names with `sent_` in place of
+    `num_`."""
 
     columns: Sequence[str] = tuple(name.replace("num_", "sent_", 1) for name in Counters._fields)
 
@@ -83,7 +83,7 @@ class InFlight:
         return self._counters
 
     def row(self, instance: Instance, before: Instance | None) -> Sequence[float] | None:
-        """Counters of an instance that is new; later ones are told by `on_change`."""
+        """Counters of a new instance; later changes come through `on_change`."""
         return self.of(instance.id) if before is None else None
 
     def on_change(self, listener: Callable[[str], None]) -> None:

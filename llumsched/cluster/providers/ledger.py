@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that were sent to instances, and the counters of each instance that follow from them.
+"""The requests sent to instances, and each instance's counters of them.
 
-`account` keeps those that no status shows yet (full mode), `lrs` those that run (lite mode). Both know a request by its
-gateway, its id and its stage: two gateways may have got the same id from a client. Everything is O(1) per request.
+`account` keeps those that no status shows yet (full mode), `lrs` the running ones (lite mode). Both identify a request
+by gateway, id and stage, as two gateways may use the same id. Everything is O(1) per request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ledger(ABC, Generic[E]):
         self.in_flight = InFlight()
         self.keeps = (self.in_flight,)
         self.num_expired = 0
-        """Requests that ended here because nothing was heard of them in time."""
+        """Requests dropped because nothing was heard of them in time."""
         self._clock = clock
         self._entries: dict[Key, E] = {}
         self._of_instance: dict[str, dict[Key, E]] = {}
@@ -65,10 +65,10 @@ class Ledger(ABC, Generic[E]):
         *,
         urgent: bool = False,
     ) -> None:
-        """Notes that a request was placed. It replaces an earlier placement for the same stage."""
+        """Notes a placed request. It replaces an earlier placement for the same stage."""
 
     def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
-        """Drops a request at these instances. Idempotent; the request need not be known."""
+        """Drops a request at these instances. Idempotent; the request may be unknown."""
         for infer_type in InferType:
             entry = self._entries.get((gateway_id, request_id, infer_type))
             if entry is not None and entry.instance_id in instance_ids:
@@ -76,7 +76,7 @@ class Ledger(ABC, Generic[E]):
 
     @abstractmethod
     def expire(self) -> None:
-        """Drops requests of which nothing was heard in time. Call it now and then."""
+        """Drops requests of which nothing was heard in time. To be called periodically."""
 
     # From the view
 
@@ -84,7 +84,7 @@ class Ledger(ABC, Generic[E]):
         self.changed(instance)
 
     def changed(self, instance: Instance) -> None:
-        """Does nothing unless statuses tell of requests."""
+        """Does nothing, unless statuses tell about requests."""
 
     def left(self, instance: Instance) -> None:
         for entry in list(self._of_instance.get(instance.id, {}).values()):

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local realtime state (lite mode): the load of engines that report none, from what was sent to them.
+"""Local realtime state (lite mode): the load of engines that do not report, from the requests sent to them.
 
-A state per request and stage: it begins at the dispatch with the prompt's tokens, grows with what the gateway reports
-as the stream goes on, and ends when the gateway releases it. It ends too
+Each request and stage has a state. It begins at the dispatch with the prompt's tokens, grows with the gateway's
+reports, and ends when the gateway releases it. It also ends
 
-    when its instance leaves;
-    when its gateway is lost: it has no keepalive connection (any more) and has not been heard for
-    `gateway_ttl_s`;
-    when nothing was reported of it for `state_ttl_s`: the gateway lost it.
+when its instance leaves;
+    when its gateway is lost: it has no keepalive connection and has not been heard for `gateway_ttl_s`;
+    when nothing was reported of it for `state_ttl_s`.
 
-A report of a request that is not known makes a state: a scheduler that was restarted learns what is running from the
-gateways' reports. One that was released a moment ago does not come back.
+A report of an unknown request makes a state, so that a restarted scheduler learns the running requests. A request
+released a moment ago does not come back.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MOST_RELEASED = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a gateway reports of one request."""
+    """A gateway's report of one request."""
 
     id: str
     instance_id: str
@@ -56,11 +55,11 @@ class _Gateway:
     heard_s: float
     num_connections: int = 0
     reports: bool = False
-    """Whether it has sent a report, or kept a connection."""
+    """True if it has sent a report or kept a connection."""
 
 
 class RealtimeState(Ledger[_Reported]):
-    """A state for each request. `instances` are the ids that there are."""
+    """A state for each request. `instances`: the known ids."""
 
     def __init__(
         self, clock: Callable[[], float], instances: Container[str], *, gateway_ttl_s: float, state_ttl_s: float
@@ -84,8 +83,7 @@ class RealtimeState(Ledger[_Reported]):
         *,
         urgent: bool = False,
     ) -> None:
-        """As `Ledger` says, but `urgent` is not kept: a gateway's reports, from which a new scheduler learns what runs,
-        do not say it."""
+        """As in `Ledger`, without `urgent`, which gateways' reports to a new scheduler do not tell."""
         self._hear(gateway_id)
         self._released.pop((gateway_id, request_id, instance_id), None)
         self._start(request_id, instance_id, infer_type, num_tokens, gateway_id, num_hit_tokens)
@@ -98,7 +96,7 @@ class RealtimeState(Ledger[_Reported]):
             self._released.popitem(last=False)
 
     def reported(self, update: Update) -> str | None:
-        """Takes what a gateway reports, or says why not."""
+        """Takes a gateway's report, or returns the reason why not."""
         self._hear(update.gateway_id).reports = True
         state = self._entries.get((update.gateway_id, update.id, update.infer_type))
         if state is None:
@@ -149,7 +147,7 @@ class RealtimeState(Ledger[_Reported]):
         return gateway
 
     def _warn_of_silent_gateways(self, now_s: float) -> None:
-        """Warns of one such gateway, once: what it places counts long after it is over."""
+        """Warns once of a gateway that does not report, so that its requests count long after their end."""
         silent = (
             gateway_id
             for gateway_id, gateway in self._gateways.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of what an instance is. Names become numbers: equal for equal names, -1 for the empty one."""
+"""Columns of an instance's metadata. Equal names become equal numbers, "" is -1."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
 
 NO_LIMIT: Final = 1e9
-"""Stands for the moves at a time of an instance that does not say how many."""
+"""Number of simultaneous moves of an instance that does not tell its limit."""
 _STALL_BUDGET_MS: Final = 200.0
 """Default of an engine."""
 _TYPES: Final = {str(infer_type): code for code, infer_type in enumerate(InferType)} | {"": 0}
 
 
 def type_code(infer_type: str) -> int:
-    """The number of an infer type in its column; that of no type if it is none. Nothing said means neutral."""
+    """The number of an infer type in its column. No type means neutral."""
     return _TYPES.get(infer_type, -1)
 
 
@@ -49,7 +49,7 @@ class MetadataColumns:
 
     def __init__(self) -> None:
         self._codes: dict[str, int] = {"": -1}
-        """Numbers of all names of nodes, units and compatibility digests that were ever seen: some bytes for each."""
+        """Numbers of all names of nodes, units and compatibility digests ever seen, some bytes each."""
 
     def row(self, instance: Instance, before: Instance | None) -> Sequence[float] | None:
         data = instance.metadata

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of what an instance reports: the numbers of its status by their own names, and when it was received."""
+"""Columns of an instance's status under its field names, and the time of its receipt."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _AMOUNTS: Final = [
 ]
 _FIELDS: Final = (*_AMOUNTS, *(field.name for field in _ALL if field.name not in _AMOUNTS))
 NUM_AMOUNTS: Final = len(_AMOUNTS)
-"""Numbers of a status that must not be below 0: the first ones."""
+"""Number of the leading numbers of a status that must not be negative."""
 numbers_of: Final = attrgetter(*_FIELDS)
 """All numbers of a status, in the order of the columns."""
 _NONE_YET: Final = numbers_of(InstanceStatus())
 
 
 def number_faults(numbers: Sequence[float]) -> list[str]:
-    """Numbers that are not finite, and amounts that are below 0. The usual case costs three calls into C: a sum that is
-    finite holds neither an infinity nor a NaN, and a NaN hides nothing from it as it would from `min`."""
+    """Faults of numbers that are not finite, or negative amounts. The usual case costs three calls into C: a finite sum
+    contains neither infinity nor NaN."""
     if math.isfinite(sum(numbers)) and min(numbers[:NUM_AMOUNTS]) >= 0:
         return []
     return [
@@ -64,23 +64,23 @@ class StatusColumns:
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """Requests that change place, as columns of a status will show it."""
+    """Requests that move, in the form of a status's columns."""
 
     requests: float
     tokens: float
-    """Tokens of prompt and output, of all requests together."""
+    """Tokens of prompt and output of all the requests."""
     waiting: bool = False
-    """Whether the requests have no KV cache yet; otherwise they decode."""
+    """True if the requests have no KV cache yet; otherwise they decode."""
     urgent: bool = False
 
     @property
     def negative(self) -> Cargo:
-        """The cargo as it weighs on the instance that it leaves."""
+        """The cargo as a change of the instance that it leaves."""
         return Cargo(-self.requests, -self.tokens, self.waiting, self.urgent)
 
     @property
     def weight(self) -> Mapping[str, float]:
-        """Numbers that it adds to columns of the instance that it comes to."""
+        """Changes of the columns of the instance that it comes to."""
         if self.waiting:
             return {
                 "num_waiting_requests": self.requests,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of how an instance gets on: how long its steps take (`llumsched.latency`), and how soon requests end.
+"""Columns of an instance's step times (`llumsched.latency`) and of the rate at which its requests end.
 
-Both are learnt from statuses. Instances of one kind share what is learnt: the same engine, model and settings. What
-makes one of them slower than the others, and what prefills take of the time between two tokens, is in its
-`step_stretch`: how long its steps with decodes took lately, over what their decodes alone would have taken.
+Both are learnt from statuses and shared by instances of one kind: same engine, model and settings. `step_stretch` is an
+instance's own slowness, including the share of prefills in the time between two tokens: the recent duration of its
+steps with decodes over that of the decodes alone.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from llumsched.latency.profile import Profile
 _log = logging.getLogger(__name__)
 
 REFIT_S: Final = 2.0
-"""Between two fits of one kind, while steps come; the first comes as soon as it can."""
+"""Shortest time between two fits of one kind; the first comes as soon as possible."""
 HALF_LIFE_S: Final = 10.0
-"""Of what `step_stretch` remembers."""
+"""Half-life of `step_stretch`."""
 GONE_HALF_LIFE_S: Final = 30.0
-"""Of what `gone_per_s` remembers."""
+"""Half-life of `gone_per_s`."""
 _MOST_UNSEEN: Final = 128
-"""Steps of one kind between two fits: a thousand instances tell of twenty thousand a second."""
+"""Largest number of steps of one kind between two fits: a thousand instances report twenty thousand a second."""
 _MOST_TOLD: Final = 16
-"""Steps of one status that are looked at; engines tell of four."""
+"""Largest number of steps read from a status; engines report four."""
 _LEAST_STRETCH: Final = 0.5
 _MOST_STRETCH: Final = 20.0
 _UNKNOWN: Final = Coefficients(*[math.nan] * 5)
 
 
 class EngineKind(NamedTuple):
-    """What instances with one step model have in common."""
+    """The shared model of instances of one kind."""
 
     model: str
     backend_type: str
@@ -60,15 +60,15 @@ class _Fit:
     due_s: float = -math.inf
     members: set[str] = field(default_factory=set)
     profile: Profile | None = None
-    """That it began with, and has not given up."""
+    """The initial profile, unless it was given up."""
     gone_tokens: float = 0.0
-    """Tokens of requests that are gone; those of late count more."""
+    """Tokens of ended requests, discounted by age."""
     kv_seconds: float = 0.0
-    """Tokens in the KV cache of decodes, times how long they were there; likewise."""
+    """Tokens in decodes' KV caches times their seconds there, discounted by age."""
     ended: float = 0.0
-    """Requests that are gone; likewise."""
+    """Number of ended requests, discounted by age."""
     decode_seconds: float = 0.0
-    """Decodes, times how long they were there; likewise."""
+    """Decodes times their seconds, discounted by age."""
     noted_s: float = 0.0
 
     def note(self, *, gone_tokens: float, kv_seconds: float, ended: float, decode_seconds: float, now_s: float) -> None:
@@ -89,8 +89,7 @@ class _Fit:
 
 
 class _Sums(NamedTuple):
-    """Steps with decodes, these decodes, the tokens in their KV cache, the seconds that the steps took; and tokens and
-    number of the requests that are gone."""
+    """Steps with decodes, these decodes, their KV tokens and seconds; and the ended requests and their tokens."""
 
     steps: float = 0.0
     decodes: float = 0.0
@@ -107,17 +106,17 @@ _sums_of: Final = operator.attrgetter(
 
 @dataclass(slots=True)
 class _Recent:
-    """What one instance told last."""
+    """The last report of an instance."""
 
     metadata: InstanceMetadata
     fit: _Fit
     told: _Sums
-    """Since its start, and the time at which it said so."""
+    """Sums since its start, and the time of the report."""
     told_ms: int
     last_number: int = 0
-    """Of the steps that were learnt from."""
+    """Number of the last step that was learnt from."""
     sums: _Sums = _Sums()
-    """Those of late count more: by half for each `HALF_LIFE_S` less."""
+    """Recent sums, halved for each `HALF_LIFE_S`."""
 
 
 class StepModels:
@@ -133,13 +132,12 @@ class StepModels:
         "gone_per_s",
         "ended_per_s",
     )
-    """Seconds of a step: for itself, for each token of a prefill, pair of a query and a key there, request that
-    decodes, and token of its KV cache. `gone_per_s`: of the tokens of requests that decode, the share that goes each
-    second, as its requests end; `ended_per_s`: of these requests, the share that ends. Not a number before anything is
-    known."""
+    """Seconds of a step: constant, per prefill token, per pair of a query and a key there, per decode, per token of its
+    KV cache. `gone_per_s`: share of the decodes' tokens that goes each second as requests end; `ended_per_s`: share of
+    these requests that ends. NaN while unknown."""
 
     def __init__(self, clock: Callable[[], float], profiles: Sequence[Profile] = ()) -> None:
-        """`profiles`: what is known beforehand; of one model the first counts."""
+        """`profiles`: prior knowledge; the first of a model counts."""
         self._clock = clock
         self._profiles = profiles
         self._fits: dict[EngineKind, _Fit] = {}
@@ -147,7 +145,7 @@ class StepModels:
         self._listeners: list[Callable[[str], None]] = []
 
     def model_of(self, instance: Instance) -> LearntModel | None:
-        """What is known of the steps of an instance and its like."""
+        """The step model of an instance's kind."""
         recent = self._recent.get(instance.id)
         if recent is not None and recent.metadata is instance.metadata:
             return recent.fit.online.model
@@ -193,7 +191,7 @@ class StepModels:
         self._recent.pop(instance.id, None)
 
     def _begun(self, instance: Instance, status: InstanceStatus, before: _Recent | None) -> _Recent:
-        """The record of an instance that is new, or told something else of itself."""
+        """The record of a new instance, or of one that reported something else about itself."""
         fit = self._fit_of(instance)
         self._leave(instance.id)
         fit.members.add(instance.id)
@@ -245,7 +243,7 @@ class StepModels:
         return min(max(sums.seconds / alone_s, _LEAST_STRETCH), _MOST_STRETCH)
 
     def _note(self, recent: _Recent, status: InstanceStatus) -> None:
-        """Adds what was between the last status and this one; what came before weighs less, by the time between."""
+        """Adds the difference between the last status and this one; older sums are discounted."""
         then, now = recent.told, _Sums._make(_sums_of(status))
         if now == then:
             recent.told_ms = status.timestamp_ms

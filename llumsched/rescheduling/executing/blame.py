@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose fault it was that a request did not move: who is left alone for a while."""
+"""The fault for a request that did not move, which decides what is avoided for a while."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from llumlet.protocol.errors import Reason
 
 class Blame(enum.Enum):
     REQUEST = enum.auto()
-    """The request's, or nobody's: another request, or the same one later, may well move."""
+    """The request's fault, or none: another request, or the same one later, may move."""
     PAIRING = enum.auto()
-    """The two together: this request will never go to this destination. Others will, and it may well go elsewhere."""
+    """This request will never move to this destination; others will, and it may move elsewhere."""
     DESTINATION = enum.auto()
     DESTINATION_BUSY = enum.auto()
-    """The destination has all the moves it takes at a time."""
+    """The destination has its largest number of moves."""
     LINK = enum.auto()
-    """The fault of one of the two ends, or of what lies between."""
+    """The fault of one end, or of the link between them."""
 
 
 _BLAME: Final[Mapping[str, Blame]] = {
@@ -43,5 +43,5 @@ _BLAME: Final[Mapping[str, Blame]] = {
 
 
 def blame_for(reason: str) -> Blame:
-    """The blame for a `Reason`, or for what a newer llumlet says in its place, which is nobody's."""
+    """The blame for a `Reason`. An unknown word of a newer llumlet counts as nobody's fault."""
     return _BLAME.get(reason, Blame.REQUEST)

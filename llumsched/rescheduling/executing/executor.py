@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks sources to move requests, all at once, and remembers what came of it.
+"""Asks sources to move requests, all at once, and remembers the outcome.
 
-A pass only starts the calls: nobody waits for them but their tasks. A source that says nothing for the timeout is left;
-what it has begun goes on, and its load will show it.
+A pass only starts the calls. A source that is silent for the timeout is left; the moves that it has begun continue, and
+its load will show them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 logger = logging.getLogger(__name__)
 
 LONGEST_MOVE_S: Final = 600.0
-"""Limit of a call that keeps giving signs of life."""
+"""Longest time of a call that shows progress."""
 _SWEEP_S: Final = 1.0
-"""Between two looks for connections to instances that are gone: with a thousand instances one takes 2 ms."""
+"""Time between two searches for connections to gone instances, which take 2 ms for a thousand."""
 
 
 class Llumlet(Protocol):
-    """What is needed of `llumlet.contract.client.LlumletClient`."""
+    """The interface used of `llumlet.contract.client.LlumletClient`."""
 
     async def list_requests(self, *, deadline_s: float | None = None) -> ListRequestsResponse: ...
 
@@ -68,13 +68,13 @@ def connect(address: Address, credentials: Credentials) -> Llumlet:
 
 @dataclass(eq=False)
 class _Source:
-    """The connection to one source, and the calls it has."""
+    """The connection to one source, and its running calls."""
 
     client: Llumlet
     places: asyncio.Semaphore
     num_calls: int = 0
     named: set[str] = field(default_factory=set)
-    """Requests that calls under way ask for by name; the source's list shows a move only once it has begun."""
+    """Requests named by running calls; the source's list shows a move only once it has begun."""
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class Executor:
     ended: Callable[[], None] = lambda: None
     """Callback after each move."""
     refused: Callable[[int], None] = lambda _: None
-    """Callback with the term of orders that a source refused as those of a former leader."""
+    """Called with the term of orders that a source refused as a former leader's."""
     clock: Callable[[], float] = time.monotonic
     connect: Connect = connect
     _numbers: Iterable[int] = field(default_factory=itertools.count)
@@ -97,8 +97,8 @@ class Executor:
     _swept_s: float = -math.inf
 
     def start(self, moves: Iterable[Move], term: int = 0) -> tuple[int, ...]:
-        """Begins moves and returns their numbers. Moves of instances that left meanwhile are left out. `term`: of the
-        leader that planned them; 0 where there is no other rescheduler."""
+        """Begins moves and returns their numbers. Moves whose instances have left are skipped. `term`: of the leader
+        that planned them; 0 without other reschedulers."""
         begun = []
         for move in moves:
             if move.source in self.view and move.destination in self.view:
@@ -119,7 +119,7 @@ class Executor:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """Leaves the calls; what the llumlets have begun goes on."""
+        """Ends the calls; the moves that llumlets have begun continue."""
         await cancel(*self._tasks)
         for source in self._sources.values():
             await source.client.close()
@@ -173,7 +173,7 @@ class Executor:
     async def _name_requests(
         self, record: MoveRecord, source: _Source, instance: Instance, request: MigrateRequest
     ) -> bool:
-        """Replaces the rule by names where the source's own choice would not do. False: there is nothing to move."""
+        """Replaces the rule by names where the source's own choice would not do. False if there is nothing to move."""
         move = record.move
         left_out = self.history.left_out(move, self.clock())
         if move.purpose is Purpose.FAILOVER or (move.limit_tokens is None and not left_out):
@@ -283,7 +283,7 @@ class Executor:
         return known
 
     async def _disconnect_gone(self) -> None:
-        """Closes connections to instances that are gone. All others are kept for the next call."""
+        """Closes connections to gone instances. The others are kept for later calls."""
         now_s = self.clock()
         if now_s - self._swept_s < _SWEEP_S:
             return
@@ -296,7 +296,7 @@ class Executor:
 
 _ENDED: Final = frozenset({"unknown_request", "request_finished", "not_leader"})
 _OF_THE_CALL: Final = frozenset({"shutting_down", "unauthenticated", "wrong_instance"})
-"""Reasons that say something of the source when they are the answer to a whole call."""
+"""Reasons that concern the source if they answer a whole call."""
 
 
 def _title(record: MoveRecord) -> str:

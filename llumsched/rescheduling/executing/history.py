@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of earlier moves, so that the next pass does not undo, repeat or overdo them.
+"""The history of moves, so that the next pass does not undo, repeat or exaggerate them.
 
-- A move counts in the load of both ends from its beginning until there is a status of each from after its end: one that
-  comes after it may have been on its way before.
-- Nothing goes back between two instances for the pair's cool-down; forwards, for one interval.
-- A request that was moved to balance load stays for its cool-down.
+- A move counts in the load of both ends from its beginning until each has sent a status made after its end.
+- Nothing moves back between two instances for the pair's cool-down, and nothing further forwards for one interval.
+- A request that moved to balance load stays for its cool-down.
 - A request that is too long for a destination is not offered to it again; others are.
-- A destination that refused or failed is avoided, twice as long each time; one that a source could not reach is avoided
-  by that source, and by everybody when a second source says so.
+- A destination that refused or failed is avoided, twice as long each time. One that a source could not reach is avoided
+  by that source, and by all once a second source reports the same.
 
-All times are those of one clock, in seconds. Entries that have expired are dropped by `forget_expired`.
+All times are seconds of one clock. `forget_expired` drops expired entries.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 
 _MOST_DOUBLINGS = 5
 _MISFIT_S = 600.0
-"""Time for which a request is known to be too long for a destination: it stays so, but requests end."""
+"""Time for which a request counts as too long for a destination, as requests end."""
 
 
 @dataclass(slots=True)
 class _Unsettled:
-    """A move that the load of some instance does not show yet."""
+    """A move that some instance's load does not show yet."""
 
     move: Move
     ended_s: float | None = None
@@ -49,31 +48,31 @@ class History:
         self._config = config
         self._unsettled: dict[int, _Unsettled] = {}
         self._no_return_s: dict[tuple[str, str], float] = {}
-        """(source, destination) -> when it may be used again."""
+        """(source, destination) -> time from which it may be used again."""
         self._requests: dict[str, dict[str, float]] = {}
-        """Instance -> request that moved there -> when it may move on."""
+        """Instance -> request that moved there -> time from which it may move on."""
         self._misfits: dict[str, dict[str, float]] = {}
-        """Destination -> request that does not fit it -> how long that is remembered."""
+        """Destination -> request that does not fit it -> time until which this is remembered."""
         self._destinations: dict[str, _Strikes] = {}
         self._sources: dict[str, _Strikes] = {}
         self._links: dict[str, dict[str, float]] = {}
-        """Destination -> source that could not reach it -> when it may try again."""
+        """Destination -> source that could not reach it -> time from which it may try again."""
         self._dealt: Counter[str] = Counter()
         self._bytes = self._seconds = 0.0
 
     def copy(self) -> History:
-        """The same, of which nothing that is told or forgotten gets back here."""
+        """An independent copy."""
         return deepcopy(self, {id(self._config): self._config})
 
     # Asked by the planner
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Speed that moves have shown lately; before the first one, what the configuration says."""
+        """Speed of recent moves; before the first one, the configured speed."""
         return self._bytes / self._seconds if self._bytes and self._seconds else self._config.link_bytes_per_s
 
     def pending(self) -> dict[str, Cargo]:
-        """What will come (positive) or go, by instance, in all, and is not in its status yet. Most of it decodes."""
+        """Coming (positive) or leaving load by instance that its status does not show yet. Most of it decodes."""
         pending: dict[str, Cargo] = {}
         for entry in self._unsettled.values():
             move = entry.move
@@ -86,14 +85,14 @@ class History:
         return pending
 
     def pending_moves(self) -> list[Move]:
-        """Moves that are under way, or have ended and are not yet in the status of both ends."""
+        """Moves that are running, or not yet in the status of both ends."""
         return [entry.move for entry in self._unsettled.values()]
 
     def open_moves(self) -> list[Move]:
         return [entry.move for entry in self._unsettled.values() if entry.ended_s is None]
 
     def avoided_destinations(self, now_s: float) -> set[str]:
-        """Destinations that no source is to use now."""
+        """Destinations that no source should use now."""
         return {name for name in self._destinations.keys() | self._links.keys() if self._is_avoided(name, now_s)}
 
     def _is_avoided(self, destination: str, now_s: float) -> bool:
@@ -102,7 +101,7 @@ class History:
         return sum(until_s > now_s for until_s in self._links.get(destination, {}).values()) > 1
 
     def obstacle(self, source: str, destination: str, now_s: float) -> str:
-        """Why the pair is not to be used now; empty if it may."""
+        """The reason not to use the pair now; "" if there is none."""
         if self._is_avoided(destination, now_s) or self._links.get(destination, {}).get(source, 0.0) > now_s:
             return "destination_avoided"
         if self._no_return_s.get((source, destination), 0.0) > now_s:
@@ -113,17 +112,17 @@ class History:
         return self._sources.get(source, _NEVER).until_s > now_s
 
     def cooling_requests(self, instance_id: str, now_s: float) -> set[str]:
-        """Requests of the instance that were moved there lately."""
+        """Requests of the instance that moved there recently."""
         return {request for request, until_s in self._requests.get(instance_id, {}).items() if until_s > now_s}
 
     def left_out(self, move: Move, now_s: float) -> set[str]:
-        """Requests of the source that are not to be asked for: they came lately, or do not fit the destination."""
+        """Requests of the source that must not be asked for: they came recently, or do not fit the destination."""
         known = self._misfits.get(move.destination, {})
         misfits = {request for request, until_s in known.items() if until_s > now_s}
         return self.cooling_requests(move.source, now_s) | misfits
 
     def dealt(self, source: str) -> int:
-        """Moves away from a failing source so far: where to go on in the round of destinations."""
+        """Moves away from a failing source so far, which give the next destination in turn."""
         return self._dealt[source]
 
     # Told by the executor
@@ -135,7 +134,7 @@ class History:
             self._dealt[move.source] += 1
 
     def sized(self, number: int, tokens: float, requests: float) -> None:
-        """Notes what the source really holds of what was asked for."""
+        """Notes the actual size of a selection at the source."""
         entry = self._unsettled.get(number)
         if entry is not None:
             entry.move = replace(entry.move, expected_tokens=tokens, expected_requests=requests)
@@ -158,7 +157,7 @@ class History:
             self._bytes, self._seconds = self._bytes * 0.9 + num_bytes, self._seconds * 0.9 + seconds
 
     def destination_failed(self, destination: str, now_s: float, *, briefly: bool = False) -> None:
-        """Notes a destination that said no, or did not answer. `briefly`: it is only busy."""
+        """Notes a destination that refused or did not answer. `briefly`: it is only busy."""
         if briefly:
             until_s = now_s + min(1.0, self._config.avoid_s)
             before = self._destinations.get(destination, _NEVER)
@@ -173,7 +172,7 @@ class History:
         self._strike(self._sources, source, now_s, self._config.avoid_s)
 
     def source_gave_nothing(self, source: str, now_s: float) -> None:
-        """Notes a source of whose requests none could move, for nobody's fault: it is asked again ever more seldom."""
+        """Notes a source of which no request could move, for no fault: it is asked less and less often."""
         self._strike(self._sources, source, now_s, self._config.interval_ms / 1000)
 
     def succeeded(self, move: Move) -> None:
@@ -196,7 +195,7 @@ class History:
                 del self._unsettled[number]
 
     def instance_left(self, instance_id: str) -> None:
-        """Forgets an instance: the next one of that id is a new one."""
+        """Forgets an instance: a later one with this id is new."""
         for known in (self._destinations, self._sources, self._links, self._requests, self._misfits, self._dealt):
             known.pop(instance_id, None)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rescheduler did and why, for `/debug/rescheduling`, the web page, `llumnix top` and the log.
+"""Records of the rescheduler's passes and moves, for `/debug/rescheduling`, the web page, `llumnix top` and the log.
 
-Bounded: the last passes, and the last moves (passes are many, and most decide nothing).
+Only the last passes and moves are kept.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _T = TypeVar("_T")
 class Outcome(enum.StrEnum):
     OPEN = "open"
     MOVED = "moved"
-    """One request at least has moved."""
+    """At least one request has moved."""
     STAYED = "stayed"
-    """The source was asked, and no request moved; `refusals` says why."""
+    """The source was asked, and no request moved; `refusals` has the reasons."""
     NOTHING = "nothing"
     """No request of the source fits."""
     TIMEOUT = "timeout"
-    """The source fell silent. What it had begun goes on."""
+    """The source fell silent. Moves that it had begun continue."""
     FAILED = "failed"
     """The source refused the call or could not be reached."""
 
 
 @dataclass(slots=True)
 class MoveRecord:
-    """One call to one source. Changes until `outcome` is no longer OPEN."""
+    """One call to one source. It changes until `outcome` is no longer OPEN."""
 
     number: int
     move: Move
@@ -66,7 +66,7 @@ class MoveRecord:
     error: str = ""
 
     def name_of(self, request_id: str, external_id: str) -> str:
-        """The client's id; the engine's for further choices of the same request, which share the client's."""
+        """The client's id, or the engine's for further choices of the same request."""
         name = self.names.get(request_id)
         if name is None:
             name = self.names[request_id] = request_id if external_id in self.requests else external_id or request_id
@@ -98,13 +98,13 @@ class PassRecord:
     """The beginning, in Unix time."""
     duration_ms: float
     woken_by: str
-    """The cause: interval, load, or move (one that ended)."""
+    """The cause: interval, load, or move (the end of one)."""
     num_instances: int
     results: tuple[PolicyResult, ...]
     moves: tuple[int, ...]
-    """Numbers of the moves that were begun."""
+    """Numbers of the started moves."""
     skipped: str = ""
-    """The reason why nothing was planned, or begun."""
+    """The reason why nothing was planned or begun."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -120,7 +120,7 @@ class PassRecord:
 
 
 MoveObserver = Callable[[MoveRecord], None]
-"""Called when a move begins, when a request of it changes its phase, and when it has ended. Must not wait."""
+"""Called when a move begins or ends, and when one of its requests changes its phase. Must not wait."""
 
 
 class Records:
@@ -133,7 +133,7 @@ class Records:
         self._observers: list[MoveObserver] = []
 
     def observe_moves(self, observer: MoveObserver) -> Callable[[], None]:
-        """Tell `observer` of moves until the answer is called."""
+        """Tells `observer` of moves until the returned function is called."""
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
 
@@ -146,7 +146,7 @@ class Records:
             observer(record)
 
     def to_dict(self, num_passes: int = 20, num_moves: int = 100) -> dict[str, Any]:
-        """The newest passes and moves, newest last."""
+        """The latest passes and moves, newest last."""
         passes, moves = _newest(self.passes, num_passes), _newest(self.moves, num_moves)
         return {"passes": [one.to_dict() for one in passes], "moves": [one.to_dict() for one in moves]}
 

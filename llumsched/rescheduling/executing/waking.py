@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wakes the rescheduler before the interval is over: an instance comes, goes or falls sick, its load changes much,
-it is about to preempt, or a move ends."""
+"""Wakes the rescheduler before its interval ends: when an instance appears, leaves or fails, its load changes much, it
+is about to preempt, or a move ends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.executing.history import History
 
 MUCH: Final = 0.05
-"""Share of the KV cache that wakes, as a change since the last time that the instance woke the rescheduler."""
+"""Change of an instance's KV cache use, as a share, that wakes the rescheduler again."""
 
 
 class Waking:
-    """Wakes the rescheduler. Observes the view; one comparison per change."""
+    """Wakes the rescheduler. Observes the view with one comparison per change."""
 
     def __init__(self, history: History) -> None:
         self._history = history
         self._known: dict[str, InstanceStatus] = {}
         """Status with which each instance last woke the rescheduler."""
         self._lacking: set[str] = set()
-        """Instances that lack blocks: each wakes once for as long as it does."""
+        """Instances that lack blocks; each wakes once per shortage."""
         self._event = asyncio.Event()
         self._why = ""
 
@@ -33,7 +33,7 @@ class Waking:
             self._event.set()
 
     async def wait(self, seconds: float) -> str:
-        """Waits until somebody wakes, or `seconds` have passed; returns why it ended."""
+        """Waits for an event or `seconds`; returns the cause."""
         try:
             async with asyncio.timeout(seconds):
                 await self._event.wait()

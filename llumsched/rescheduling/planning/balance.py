@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`metricBalanceSelector`: from the hottest to the coldest, as long as it pays.
+"""`metricBalanceSelector`: moves from the hottest to the coldest instances, as long as that pays.
 
-Sources by load, highest first, and destinations, lowest first, are paired one by one until a destination is no lower
-than its source. A pair that is not to be used (it cools down, or refused lately, or the destination has no room, or it
-does not pay) gives way to the source's next destination.
+Sources by descending load are paired with destinations by ascending load until a destination is no lower than its
+source. If a pair cannot be used (cool-down, recent refusal, no room, no gain), the source's next destination is tried.
 
-What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is the load that changes place; that
-counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
-the moved requests do nothing. What the destination's prefix cache has need not be copied: as far as that is known, of
-the first destinations that pay the one that is worth the most is taken. A prefill is never worth it: requests that
-cannot bring their KV cache along stay where they are, unless they wait. What waits loses what its source has cached of
-it, and its destination has not: for as long as that takes to compute, its destination holds it for nothing.
+Gain: a move lowers Σ load² by 2·x·(difference - x) for the moved load x, counted for `horizon_s`. Cost, in the same
+unit: both ends hold the copied bytes during the copy, and the moved requests stall. Blocks in the destination's prefix
+cache need no copy; of the first destinations that pay, the best one is taken. A balance is never worth a prefill: only
+waiting requests move without their KV cache, and they are charged for the prefix hits that they lose.
 
-How much load changes place says the metric itself: its value with the moved requests less its value without. A metric
-to which they make no difference moves nothing.
+The metric itself tells the moved load: its value with the requests less its value without. If they make no difference
+to it, nothing moves.
 """
 
 from __future__ import annotations
@@ -36,14 +33,14 @@ from llumsched.rescheduling.planning.pairs import Ends, Unfit, sorted_rows
 from llumsched.rescheduling.rescheduling_config import SHORTEST_AS_NEEDED, Scope
 
 _TRIES_PER_MOVE = 4
-"""Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
+"""Sources tried per move that a pass may make: if the hottest do not pay, others hardly do."""
 _DESTINATIONS_PER_SOURCE = 4
-"""Destinations of each source that are looked at."""
+"""Destinations tried per source."""
 _OF_THE_SOURCE = frozenset({"below_threshold", "not_worth_it"})
-"""Faults with the coldest permitted destination that others, less cold, hardly ever lack, unless prefix caches make a
-difference."""
+"""Faults with the coldest permitted destination that less cold ones almost always share, unless prefix caches
+differ."""
 _MOST_IN_VAIN = 8
-"""Sources in a row of which none has anything to give that pays: those that follow are less hot."""
+"""Sources in a row without a move that pays, after which the search ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +48,9 @@ class MetricBalancePairs:
     metric: Metric
     """The load: less is better."""
     threshold: float = 0.0
-    """Load that sources are at or above, and destinations below. 0: everybody may be either."""
+    """Sources have at least this load, destinations less; 0 sets no limit."""
     difference: float = 0.0
-    """Least difference of load between the ends of a move."""
+    """Smallest difference of load between the ends of a move."""
     scope: Scope = Scope.CLUSTER
     selection: Selection = SHORTEST_AS_NEEDED
     name: ClassVar[str] = "metricBalanceSelector"
@@ -83,7 +80,7 @@ class MetricBalancePairs:
         )
 
     def _unfit(self, draft: Draft, load: Values) -> Unfit:
-        """Those that cannot be an end of any pair of this pass."""
+        """Instances that cannot be in any pair of this pass."""
         snapshot = draft.snapshot
         unknown = ("its load is not known", ~np.isfinite(load))
         carries_kv = (snapshot["movable"] > 0) & (snapshot["carries_kv"] > 0)
@@ -105,7 +102,7 @@ class MetricBalancePairs:
         return Unfit(sources, destinations)
 
     def _parts(self, draft: Draft, able: Mask) -> list[Mask]:
-        """Sets of instances that may exchange requests with their KV caches: no balance is worth a prefill."""
+        """Sets of instances that may exchange requests with their KV caches."""
         groups, units = draft.snapshot["cache_group"], draft.snapshot["unit"]
         parts = [able & (groups == group) for group in np.unique(groups[able])]
         if self.scope is Scope.CLUSTER:
@@ -121,11 +118,11 @@ class _Balancing:
     draft: Draft
     policy: str
     load: Values
-    """Projected load by row, kept current for the instances that are chosen."""
+    """Projected load by row, updated for the chosen instances."""
     mean: float
     """The load that instances are brought to."""
     scale: float = field(init=False, default=1.0)
-    """The load that counts as a full instance."""
+    """The load of a full instance."""
 
     def between(self, sources: Mask, destinations: Mask) -> None:
         draft, load = self.draft, self.load
@@ -152,7 +149,7 @@ class _Balancing:
                 break
 
     def _find_one_for(self, source: int, coldest: Rows) -> str:
-        """What is wrong with the source; empty if nothing is, whether or not there is a destination for it."""
+        """Looks for a destination. Returns the fault of the source; "" if it has none."""
         shares = self.draft.shares(self.draft.snapshot.ids[source])
         best: _Offer | None = None
         fault = ""
@@ -180,7 +177,7 @@ class _Balancing:
             self.load[row] = self.rule.metric.at(self.draft.projected, row)
 
     def _in_use(self, destinations: Rows) -> Rows:
-        """Destinations without those that nobody is to use now."""
+        """Destinations without those to be avoided by all."""
         draft = self.draft
         avoided = draft.history.avoided_destinations(draft.now_s)
         if not avoided:
@@ -190,9 +187,9 @@ class _Balancing:
         return np.array(kept, dtype=np.intp)
 
     def _permitted(self, source: int, coldest: Rows) -> Iterator[int]:
-        """Destinations below the source with which it may be paired and that have room for a request, coldest first.
+        """Destinations below the source, permitted and with room for a request, coldest first.
 
-        In a full cluster hundreds have no room, for each of as many sources: those cost no more than a comparison.
+        A full cluster has hundreds without room for each of as many sources, which cost only a comparison each.
         """
         draft = self.draft
         lower = coldest[self.load[coldest] < self.load[source]]
@@ -208,7 +205,7 @@ class _Balancing:
                 yield destination
 
     def _offer(self, source: int, destination: int, shares: Mapping[str, float] | None) -> _Offer | str:
-        """The move from one to the other; why not, if it does not pay."""
+        """A move between the two, or the reason why it does not pay."""
         draft, rule = self.draft, self.rule
         difference = float(self.load[source] - self.load[destination])
         if difference < rule.difference:
@@ -234,9 +231,9 @@ class _Balancing:
         return _Offer(destination, move, cargo)
 
     def _weigh(self, source: int, destination: int, cargo: Cargo, share: float | None) -> tuple[float, float]:
-        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall; but what of it the
-        source has cached, the destination computes again. `share` of what is copied, or cached, is there already; None:
-        nothing is known of that, and nothing is taken to be lost by what may be there as well."""
+        """Gain and cost of a move. Waiting requests have nothing to copy and no stream to stall, but lose cached blocks
+        that the destination lacks. `share` of the copied or cached blocks is there already; None: unknown, and no loss
+        is assumed."""
         draft, scale = self.draft, self.scale
         here, there = float(self.load[source]) / scale, float(self.load[destination]) / scale
         given = -self._shift(source, cargo.negative) / scale
@@ -252,8 +249,8 @@ class _Balancing:
         return gain, copy_s * ((there + taken) ** 2 - there**2) + stall_s * given
 
     def _recompute_s(self, source: int, destination: int, cargo: Cargo, share: float) -> float:
-        """How long the destination computes what of waiting requests the source has cached and it has not. 0 as long as
-        nothing is known of its steps."""
+        """Seconds for the destination to compute the cached part of waiting requests that it lacks. 0 while its step
+        times are unknown."""
         draft, snapshot = self.draft, self.draft.snapshot
         cached = float(draft.waiting_cached_tokens[source] / draft.waiting[source])
         lost = (1.0 - share) * cached
@@ -263,13 +260,12 @@ class _Balancing:
         return seconds if math.isfinite(seconds) else 0.0
 
     def _shift(self, row: int, cargo: Cargo) -> float:
-        """How much the load of an instance grows when the cargo comes to it."""
+        """The growth of an instance's load by the cargo."""
         return self.rule.metric.at(self.draft.projected, row, cargo.weight) - float(self.load[row])
 
     def _selection(self, source: int, destination: int, load_per_token: float) -> Selection:
-        """The rule's selection; AS_NEEDED becomes the tokens that bring one of the two to the mean of all, which may be
-        less than one request. More would only have to move on: an empty instance would take half of the hottest one's
-        requests."""
+        """The rule's selection. AS_NEEDED becomes the tokens that bring one end to the mean of all, possibly less than
+        one request; more would have to move on."""
         asked = self.rule.selection
         if asked.value != AS_NEEDED:
             return asked
@@ -277,7 +273,7 @@ class _Balancing:
         return Selection(Unit.TOKEN, asked.order, float(max(round(wanted / load_per_token), 1)))
 
     def _cargo(self, selection: Selection, source: int, destination: int) -> Cargo:
-        """The requests that the source will choose. At least one of average length: if none fits the budget, the source
+        """The requests that the source will choose, at least one of average length: if none fits the budget, the source
         takes the first one alone."""
         draft, each, all_there = self.draft, self._mean_request(source), self._held(source)
         match selection.unit:
@@ -292,7 +288,7 @@ class _Balancing:
         return replace(each, requests=requests, tokens=requests * each.tokens)
 
     def _held(self, source: int) -> Cargo:
-        """All requests from among which the source chooses."""
+        """All requests that the source chooses from."""
         draft = self.draft
         if self.rule.takes_waiting and draft.waiting[source] > 0:
             return Cargo(float(draft.waiting[source]), float(draft.waiting_tokens[source]), waiting=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass in the making: what its policies have chosen so far, and the cluster as it will be then."""
+"""A pass in progress: the moves chosen so far, and the cluster as it will be with them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from llumsched.rescheduling.planning.moves import Move
 from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 
 Shares = Callable[[str], Mapping[str, float] | None]
-"""What share of an instance's KV cache is in the prefix caches of others, by their ids: it need not be copied there.
-Those that have none of it are left out. None: what it has in its prefix cache is not known."""
+"""Shares of an instance's KV cache in the prefix caches of others, by id, without zeros: these need no copy. None if
+unknown."""
 
 
 def caches_unknown(instance_id: str) -> None:
-    """The shares where nothing is known of prefix caches."""
+    """The shares if prefix caches are unknown."""
 
 
 @dataclass
@@ -35,26 +35,26 @@ class Draft:
     now_s: float
     shares: Shares = caches_unknown
     projected: Snapshot = field(init=False)
-    """The cluster with the moves that are under way, and those of this pass."""
+    """The cluster with the running moves and those of this pass."""
     out_slots: Values = field(init=False)
     in_slots: Values = field(init=False)
     free_tokens: Values = field(init=False)
-    """Room in the KV cache, less what is on its way there; infinite for who does not say how much it has."""
+    """Free tokens of the KV cache, less the coming ones; infinite for instances that do not tell."""
     leaving: Values = field(init=False)
-    """Requests that have been asked for and that the status may still count."""
+    """Requests that were asked for and that the status may still count."""
     moves: list[Move] = field(default_factory=list)
     pairs: set[tuple[int, int]] = field(default_factory=set)
-    """Rows of sources and destinations, of moves under way and of this pass."""
+    """Rows of sources and destinations of running moves and of this pass."""
     sources: set[int] = field(default_factory=set)
-    """Rows of instances that give: none of them takes anything."""
+    """Rows of sources, which may not be destinations."""
     destinations: set[int] = field(default_factory=set)
-    """Rows of instances that take: none of them gives anything."""
+    """Rows of destinations, which may not be sources."""
     chosen: set[int] = field(default_factory=set)
     """Ends of this pass's moves."""
     taking: set[int] = field(default_factory=set)
     """Destinations of this pass's moves."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Pairs and sources that the policy at work did not choose, by the reason why."""
+    """Pairs and sources that the present policy did not choose, by reason."""
 
     def __post_init__(self) -> None:
         snapshot, index = self.snapshot, self.snapshot.index
@@ -76,7 +76,7 @@ class Draft:
         self._count_slots()
 
     def _count_slots(self) -> None:
-        """Counts free slots. A move that has begun may not be in the status yet, so the greater number counts."""
+        """Counts free slots. A begun move may be missing in the status, so the greater number counts."""
         open_moves, snapshot = self.history.open_moves(), self.snapshot
         leaving = self._requests((move.source, move.expected_requests) for move in open_moves)
         coming = self._requests((move.destination, move.expected_requests) for move in open_moves)
@@ -97,22 +97,21 @@ class Draft:
 
     @functools.cached_property
     def running(self) -> Values:
-        """Requests that could move with a KV cache, those on their way excluded; urgent ones only where nobody else
-        is."""
+        """Requests that could move with a KV cache, without moving ones; urgent ones only if there are no others."""
         number = self.snapshot["scheduler_running_to_decode_requests_num"]
         urgent = self.snapshot["scheduler_running_to_decode_urgent_requests_num"]
         return np.where(self.only_urgent, number, number - urgent)
 
     @functools.cached_property
     def only_urgent(self) -> Mask:
-        """Whether all that run are urgent, as far as they are not on their way."""
+        """True if all running requests are urgent, without moving ones."""
         number = self.snapshot["scheduler_running_to_decode_requests_num"]
         only: Mask = number <= self.snapshot["scheduler_running_to_decode_urgent_requests_num"]
         return only
 
     @functools.cached_property
     def running_tokens(self) -> Values:
-        """Tokens of those, as if all that run were of one length."""
+        """Tokens of those, assuming equal lengths."""
         number = self.snapshot["scheduler_running_to_decode_requests_num"]
         tokens: Values = self.snapshot["scheduler_running_to_decode_tokens_num"] * self.running / np.maximum(number, 1)
         return tokens
@@ -130,15 +129,15 @@ class Draft:
 
     @functools.cached_property
     def waiting_cached_tokens(self) -> Values:
-        """Tokens of what waits that its instance has in its prefix cache. Of each request it may be one too few: who
-        lacks a single token is told to lack none."""
+        """Tokens of waiting requests in their instance's prefix cache; possibly one too few per request, as a full hit
+        counts one less."""
         tokens = np.maximum(self.snapshot["scheduler_waiting_to_decode_tokens_num"], self.waiting_tokens)
         uncomputed = self.snapshot["num_uncomputed_tokens_all_waiting_prefills"] + self.waiting
         cached: Values = np.maximum(tokens - uncomputed, 0.0)
         return cached
 
     def mask(self, rows: Collection[int]) -> Mask:
-        """These rows, among all."""
+        """A mask of these rows."""
         found = np.zeros(len(self.snapshot), np.bool_)
         found[list(rows)] = True
         return found
@@ -150,15 +149,15 @@ class Draft:
         return self.config.max_moves_per_pass - len(self.moves)
 
     def obstacle(self, source: int, destination: int) -> str:
-        """Why the pair is to be left alone for a while; empty if it need not be."""
+        """The reason to avoid the pair for a while; "" if there is none."""
         if (source, destination) in self.pairs:
             return "move_open"
         ids = self.snapshot.ids
         return self.history.obstacle(ids[source], ids[destination], self.now_s)
 
     def choose(self, source: int, destination: int, move: Move, cargo: Cargo) -> None:
-        """Adds a move to the pass, and projects it. Raises ValueError for one that no pass may have, whoever chose it:
-        what pays, and whether the pair is to be left alone, selectors ask for themselves."""
+        """Adds a move and projects it. Raises ValueError for one that no pass may have. Selectors themselves decide
+        about gains and avoided pairs."""
         if fault := self._fault(source, destination):
             ids = self.snapshot.ids
             raise ValueError(f"a move from {ids[source]} to {ids[destination]}: {fault}")

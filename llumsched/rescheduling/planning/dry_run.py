@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass that starts nothing, in words: what it would move, who could give and take, and why the others could not.
+"""A pass that starts nothing, in words: its moves, the possible sources and destinations, and the reasons against the
+others.
 
-The masks are those of the pass itself; its filters and selectors say the reasons.
+The masks are the pass's own; its filters and selectors give the reasons.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from llumsched.rescheduling.planning.pairs import ExplainedSelector, PairSelecto
 from llumsched.rescheduling.planning.planner import Plan, Turn
 
 _HISTORY: Final = "history"
-"""Who refuses an end that is left alone for a while."""
+"""Name for refusals by recent history."""
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What keeps instances from giving, or from taking."""
+    """Refusals of instances as one end of a move."""
 
     screening: Screening
     others: Sequence[tuple[str, Reasons]]
-    """Who else refuses some, beside the filters, and why."""
+    """Refusals beside the filters', with reasons."""
 
     def of(self, candidates: Candidates, row: int) -> dict[str, Any]:
         said = [(by, reason) for by, reasons in self.others for reason, mask in reasons if mask[row]]
@@ -42,18 +43,18 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What there was when a policy's turn came."""
+    """The state at a policy's turn."""
 
     selector: PairSelector
     load: Values | None
-    """By the selector's metric, with the moves under way and those of policies before it; None: it has no metric."""
+    """Load by the selector's metric, with earlier moves; None if it has no metric."""
     candidates: Candidates
     failed: Screening
     source: _End
     destination: _End
 
     def instances(self) -> Iterator[dict[str, Any]]:
-        """What there is to say of each instance, by id."""
+        """Each instance with its reasons, by id."""
         for row, instance in enumerate(self.candidates.cluster.instances):
             yield {
                 "instance_id": instance.id,
@@ -65,11 +66,11 @@ class _Found:
 
 
 class PassWatcher:
-    """Remembers what each policy of a pass finds: a `planner.Watch`."""
+    """Remembers the state at each policy's turn: a `planner.Watch`."""
 
     def __init__(self) -> None:
         self._found: dict[str, _Found] = {}
-        """By the policy's name."""
+        """States by the policy's name."""
 
     def __call__(self, turn: Turn, draft: Draft) -> None:
         selector = turn.policy.selector
@@ -87,22 +88,22 @@ class PassWatcher:
         )
 
     def of(self, policy: str) -> _Found | None:
-        """What a policy found; None if one of its filters raised."""
+        """The state at a policy's turn; None if one of its filters raised."""
         return self._found.get(policy)
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a pass would do now."""
+    """The pass that would be made now."""
 
     skipped: str = ""
-    """The reason why it would plan nothing."""
+    """The reason why nothing would be planned."""
     plan: Plan = Plan((), ())
     watcher: PassWatcher = field(default_factory=PassWatcher)
 
     def of_policies(self, only: str = "") -> Iterator[tuple[dict[str, Any], Iterator[dict[str, Any]]]]:
-        """Each policy's part of it as JSON, in the order of their turns, or that of one alone; and what there is to say
-        of each instance, which is made one by one: of a thousand it takes some hundredths of a second."""
+        """Each policy's part as JSON, in order, or that of one alone; and the instances, which are made one by one, as
+        a thousand take some hundredths of a second."""
         for result in self.plan.results:
             if not only or result.policy == only:
                 found = self.watcher.of(result.policy)
@@ -124,7 +125,7 @@ def _metric(selector: PairSelector) -> Metric | None:
 
 
 def _resting(draft: Draft) -> Unfit:
-    """Those that are left alone for a while."""
+    """Instances that are avoided for a while."""
     history, ids = draft.history, draft.snapshot.ids
     avoided = history.avoided_destinations(draft.now_s)
     sources = [history.source_avoided(one, draft.now_s) for one in ids]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`roundRobinSelector` of rescheduling: everything away from what is failing.
+"""`roundRobinSelector` of rescheduling: moves everything away from failing instances.
 
-Sources and destinations by id, source i begins with destination i modulo their number. Beyond it, the requests of one
-source are dealt to all its destinations in turn, as many as it can move at a time; the rest follows in later passes,
-which go on in the round where this one ended.
+By id, source i begins with destination i modulo their number. The requests of a source are distributed over all
+destinations in turn, as many as it can move at a time; later passes continue in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from llumsched.rescheduling.planning.pairs import Ends, Unfit
 
 _HEEDED = frozenset({"move_open", "destination_avoided"})
-"""Obstacles that hold for a failover, too. Health goes before rest: only what refused or failed is left alone."""
+"""Obstacles that also hold for a failover: only destinations that refused or failed are avoided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class RoundRobinPairs:
     name: ClassVar[str] = "roundRobinSelector"
     purpose: ClassVar[Purpose] = Purpose.FAILOVER
     metric: ClassVar[None] = None
-    """No load is heeded: everything goes."""
+    """No metric: everything moves."""
 
     def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
         snapshot, left = draft.snapshot, ends.without(_unfit(draft))
@@ -64,7 +63,7 @@ class RoundRobinPairs:
 
 
 def _unfit(draft: Draft) -> Unfit:
-    """Those that cannot be an end of any pair of this pass."""
+    """Instances that cannot be in any pair of this pass."""
     snapshot = draft.snapshot
     sources = [
         ("cannot be asked: its loop hangs", snapshot["health"] == Health.HUNG),
@@ -77,7 +76,7 @@ def _unfit(draft: Draft) -> Unfit:
 
 
 def _permitted(draft: Draft, source: int, destination: int) -> bool:
-    """Whether a pair may be used."""
+    """True if a pair may be used."""
     if (obstacle := draft.obstacle(source, destination)) in _HEEDED:
         draft.refused[obstacle] += 1
         return False
@@ -111,7 +110,7 @@ def _deal(draft: Draft, policy: str, source: int, ring: list[int]) -> None:
 
 
 def _shares(draft: Draft, queue: list[Order], destinations: list[int]) -> Counter[tuple[Order, int]]:
-    """Requests per order and destination: one each in turn, to those with slots left."""
+    """Requests per order and destination: one each in turn, while there are slots."""
     slots = {destination: int(draft.in_slots[destination]) for destination in destinations}
     ring = deque(destinations)
     shares: Counter[tuple[Order, int]] = Counter()

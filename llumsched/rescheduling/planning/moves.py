@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner decides: from where to where, which requests, and what is expected of it."""
+"""Moves: source, destination, the requests, and the expected effect."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Final
 from llumlet.protocol.move.selection import Order, Unit, value_fault
 
 AS_NEEDED: Final = 0.0
-"""Value of a balancing policy's selection: as much as evens out the two instances. Never sent to a llumlet."""
+"""Value of a balancing selection: as much as balances the pair. Never sent to a llumlet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which requests of the source. The source chooses them: only it knows its queues."""
+    """A rule by which the source chooses requests from its queues."""
 
     unit: Unit
     order: Order
@@ -26,7 +26,7 @@ class Selection:
 
 
 def selection_fault(selection: Selection) -> str:
-    """What is wrong with the value, as the end of a sentence that names it; empty if nothing is."""
+    """The fault of the value, to follow its name; "" if there is none."""
     if selection.value != AS_NEEDED:
         return value_fault(selection.unit, selection.value)
     if selection.order is Order.FCW:
@@ -36,17 +36,16 @@ def selection_fault(selection: Selection) -> str:
 
 class Purpose(StrEnum):
     BALANCE = "balance"
-    """Evens out load: it is weighed, cools down, and never costs a prefill."""
+    """Balances load: weighed, with cool-down, and never at the cost of a prefill."""
     PACK = "pack"
-    """Fills some instances up, so that others are in time, or empty: it cools down, and never costs a prefill."""
+    """Packs some instances, so that others are in time or empty: with cool-down, and never at the cost of a prefill."""
     FAILOVER = "failover"
-    """Leads away from what fails, whatever it costs."""
+    """Leads away from failures, at any cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One call to one source. `gain` and `cost` are of the same unit, load² · seconds; both 0 for a failover, which
-    is not weighed."""
+    """One call to one source. `gain` and `cost` are in load² · seconds; both 0 for a failover, which is not weighed."""
 
     policy: str
     purpose: Purpose
@@ -54,12 +53,12 @@ class Move:
     destination: str
     selection: Selection
     expected_tokens: float
-    """Prompt and output tokens that will change place, as far as the source's status tells."""
+    """Prompt and output tokens to be moved, by the source's status."""
     expected_requests: float = 1.0
     gain: float = 0.0
     cost: float = 0.0
     limit_tokens: float | None = None
-    """Limit above which it makes things worse: requests are then chosen here, by name, from the source's list."""
+    """Tokens above which the move does harm: requests are then chosen here, by name, from the source's list."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""

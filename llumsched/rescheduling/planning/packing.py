@@ -26,9 +26,9 @@ from llumsched.rescheduling.planning.moves import Move, Purpose, Selection
 from llumsched.rescheduling.planning.pairs import Ends, Reasons, Unfit, sorted_rows
 
 _MOST_DESTINATIONS = 32
-"""Destinations that are looked at for a source, fullest first: in a cluster that is full everywhere none has room."""
+"""Destinations tried per source, fullest first: a full cluster has no room anywhere."""
 _MOST_SOURCES = 8
-"""Sources that are looked at in a pass."""
+"""Sources tried in a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class PackingPairs:
     metric: Metric
     """The load: less is better."""
     limit: float
-    """The load below which destinations stay."""
+    """Destinations stay below this load."""
     empties: bool
-    """True if the emptiest source gives all that run; otherwise the fullest gives one request."""
+    """True if the emptiest source gives all its running requests; otherwise the fullest gives one."""
     purpose: ClassVar[Purpose] = Purpose.PACK
 
     @property
@@ -81,7 +81,7 @@ class PackingPairs:
         return Unfit(sources, destinations)
 
     def _give(self, draft: Draft, policy: str, load: Values, source: int, fullest: Rows) -> bool:
-        """Chooses a move from the source, if there is a destination for it."""
+        """Chooses a move from the source if there is a destination."""
         ids = draft.snapshot.ids
         if draft.history.source_avoided(ids[source], draft.now_s):
             draft.refused["source_avoided"] += 1
@@ -114,7 +114,7 @@ class PackingPairs:
         return None
 
     def _fault(self, draft: Draft, source: int, destination: int, cargo: Cargo) -> str:
-        """Why not from the one to the other; empty if nothing is against it."""
+        """The reason against a move between the two; "" if there is none."""
         if obstacle := draft.obstacle(source, destination):
             return obstacle
         if cargo.tokens > draft.free_tokens[destination]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selectors of rescheduling: which sources give to which destinations, and what.
+"""Selectors of rescheduling, which pair sources with destinations.
 
-Those of other packages come through the entry point group `llumnix.pair_selectors`: the entry point loads a callable
-that is given the YAML's settings as keyword arguments (a `metric` as a `Metric`) and returns a `PairSelector`.
+Installed packages add some through the entry point group `llumnix.pair_selectors`: a callable that takes the YAML's
+settings as keyword arguments (a `metric` as a `Metric`) and returns a `PairSelector`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llumsched.rescheduling.planning.moves import Purpose
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Instances that a policy's filters let give and take, by row of the snapshot."""
+    """Possible sources and destinations after a policy's filters, by row of the snapshot."""
 
     sources: Mask
     destinations: Mask
@@ -34,12 +34,12 @@ class Ends:
 
 
 Reasons = Sequence[tuple[str, Mask]]
-"""What is said of instances, and of which."""
+"""Reasons, and the instances to which they apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """Instances that cannot give or take whatever the filters say."""
+    """Instances that cannot give or take, whatever the filters say."""
 
     sources: Reasons
     destinations: Reasons
@@ -53,7 +53,7 @@ def _any_of(reasons: Reasons, like: Mask) -> Mask:
 
 
 def sorted_rows(keys: Values, among: Mask) -> Rows:
-    """The rows among these, the least key first; those alike by id."""
+    """The masked rows by ascending key, then id."""
     rows = np.flatnonzero(among)
     return rows[np.argsort(keys[rows], kind="stable")]
 
@@ -67,25 +67,25 @@ class PairSelector(Protocol):
     def purpose(self) -> Purpose: ...
 
     def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
-        """Adds moves of `policy` to the draft, by `Draft.choose`, and says in `Draft.refused` what it did not choose
-        and why. Returns how many instances could have been sources and destinations."""
+        """Adds moves of `policy` to the draft by `Draft.choose`, and counts refused pairs by reason in `Draft.refused`.
+        Returns the numbers of possible sources and destinations."""
         ...
 
 
 @runtime_checkable
 class ExplainedSelector(PairSelector, Protocol):
-    """A selector that says what it goes by, for people who ask."""
+    """A selector that explains itself."""
 
     @property
     def metric(self) -> Metric | None:
-        """What it calls the load of an instance; None if it heeds none."""
+        """Its metric of load; None if it has none."""
         ...
 
     def unfit(self, draft: Draft) -> Unfit:
-        """Those that it would not pair as things are in the draft, beside those that are left alone for a while."""
+        """Instances that it would not pair in this draft, beside those that are avoided for a while."""
         ...
 
 
 def pair_selector_fault(value: object) -> str | None:
-    """Why a value is no `PairSelector`; None if it is one."""
+    """The reason why a value is not a `PairSelector`; None if it is one."""
     return None if isinstance(value, PairSelector) else "is no selector of pairs, as it lacks a name, a purpose or pair"

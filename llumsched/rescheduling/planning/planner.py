@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass: all policies over one snapshot. Pure: nothing is called, kept or written elsewhere.
+"""One pass of all policies over a snapshot. Pure.
 
-Failover comes before balancing, whatever the order of the configuration: sick instances do not wait, and what they need
-of a pass's moves is theirs. An instance is never source and destination of one pass, nor of moves that are under way
-unless it falls sick meanwhile.
+Failover precedes balancing in any configuration, and takes what it needs of a pass's moves. An instance is never source
+and destination in one pass, nor in running moves unless it fails meanwhile.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """What one policy made of a pass."""
+    """One policy's outcome in a pass."""
 
     policy: str
     num_sources: int
     num_destinations: int
     num_moves: int
     refused: Mapping[str, int]
-    """Pairs and sources that were not chosen, by reason."""
+    """Refused pairs and sources, by reason."""
     error: Exception | None = None
-    """What a filter or selector raised. What it had chosen by then stays: each move is right by itself."""
+    """An exception of a filter or selector. Moves chosen before it stay: each is valid by itself."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""
@@ -57,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the filters of a policy say when its turn comes."""
+    """A policy's filter results at its turn."""
 
     policy: ReschedulingPolicy
     candidates: Candidates
@@ -67,12 +66,12 @@ class Turn:
 
     @property
     def ends(self) -> Ends:
-        """Which instances the filters let be sources and destinations."""
+        """The possible sources and destinations by the filters."""
         return Ends(self.sources.passed, self.destinations.passed)
 
 
 Watch = Callable[[Turn, Draft], None]
-"""Called when a policy's turn comes, before its selector is. Must change nothing."""
+"""Called at a policy's turn before its selector. Must change nothing."""
 
 
 def nobody_watches(turn: Turn, draft: Draft) -> None:
@@ -90,9 +89,9 @@ def plan(
     reported: Snapshot | None = None,
     watch: Watch = nobody_watches,
 ) -> Plan:
-    """The moves of one pass. `now_s` is by the clock of the history; `view_s` when the view that the snapshot is of was
-    last fed, if that is not now. `shares`: what prefix caches have of each other, as far as known. `reported`: the
-    cluster as it was reported, if the snapshot has been moved on. `watch` is told of each policy's turn."""
+    """The moves of one pass. `now_s` is on the history's clock; `view_s`: when the snapshot's view was last fed, if not
+    now. `shares`: overlaps of prefix caches, as far as known. `reported`: the cluster as reported, if the snapshot is
+    an estimate. `watch` is called at each policy's turn."""
     as_of_s = now_s if view_s is None else view_s
     draft = Draft(snapshot, history, config, now_s, shares)
     results = []

@@ -42,16 +42,16 @@ ENTRY_POINTS: Final = "llumnix.pair_selectors"
 class ReschedulingPolicy:
     name: str
     failed: Filters
-    """Filters whose refusals count as failures, for the filters of groups that follow."""
+    """Filters whose refusals count as failures, for the group filters that follow."""
     sources: Filters
     destinations: Filters
     selector: PairSelector
     constants: Mapping[str, float] = field(default_factory=dict)
-    """The constants that it defines, as they are set."""
+    """Values of its own constants."""
 
 
 def load_policies(config: ReschedulingConfig) -> tuple[ReschedulingPolicy, ...]:
-    """Policies that the configuration names. Raises PolicyError with everything wrong with any of them."""
+    """The configured policies. Raises PolicyError with all faults."""
     policies, faults = [], []
     for name in config.policies:
         try:
@@ -64,7 +64,7 @@ def load_policies(config: ReschedulingConfig) -> tuple[ReschedulingPolicy, ...]:
 
 
 def load_rescheduling_policy(name: str, config: ReschedulingConfig) -> ReschedulingPolicy:
-    """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
+    """A built-in policy by name, or a file by its path, which ends in `.yaml`. Raises PolicyError."""
     written, infer_type = OF_ONE_TYPE.get(name, (name, None))
     document = parse_yaml(read_policy(written, "rescheduling"), name)
     if infer_type is not None:
@@ -92,12 +92,13 @@ def _metric_balance(
 
 
 def _queue_balance(metric: Metric) -> MetricBalancePairs:
-    """First come, and one at a time: it queues again where it comes, and several would often have to move on."""
+    """Moves the first waiting request, one at a time: it queues again at the destination, and several would often have
+    to move on."""
     return MetricBalancePairs(metric, selection=Selection(Unit.NUM_REQ, Order.FCW, 1.0))
 
 
 def _last_come_balance(metric: Metric) -> MetricBalancePairs:
-    """The one that its engine would preempt: the last of the batch."""
+    """Moves the last request of the batch, which its engine would preempt."""
     return MetricBalancePairs(metric, selection=Selection(Unit.NUM_REQ, Order.LCR, 1.0))
 
 
@@ -121,10 +122,10 @@ def _is_load(metric: Metric) -> bool:
 
 
 class _ReschedulingSection:
-    """The section of a document, with what flags say instead."""
+    """The section of a document, with overrides."""
 
     def __init__(self, source: str, document: Any, config: ReschedulingConfig) -> None:
-        """`config`: values in place of the file's; of a file of one's own, only of its constants."""
+        """`config`: overrides of the file's values; for a user's file, of its constants only."""
         is_own = is_own_file(source)
         self.reader = Reader(source, document, _is_load, "is no load of a status", config.constants(of_own_file=is_own))
         self._config = None if is_own else config
@@ -134,7 +135,7 @@ class _ReschedulingSection:
             raise PolicyError([str(error)]) from error
 
     def policy(self) -> ReschedulingPolicy | None:
-        """The policy; None, or one that is not to be used, if there are faults."""
+        """The policy; None or invalid if there are faults."""
         reader, where = self.reader, "rescheduling"
         section = reader.document.get(where)
         if not isinstance(section, dict):

@@ -147,9 +147,9 @@ def rigs(model_dir: Path, groups: Sequence[KVCacheSpec], **more: Any) -> tuple[R
     return tuple(Rig(model_dir, num_blocks=512, groups=groups, **more) for _ in range(2))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("prompt", [20, 64, 200, 330])
-@pytest.mark.parametrize("rounds", [0, 1, 3])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.rest), True], ids=["sync", "async"])
+@pytest.mark.parametrize("prompt", [20, 330, *(pytest.param(length, marks=pytest.mark.rest) for length in (64, 200))])
+@pytest.mark.parametrize("rounds", [0, pytest.param(1, marks=pytest.mark.rest), 3])
 @SHAPES
 def test_all_that_is_looked_at_has_arrived(
     model_dir: Path, groups: Sequence[KVCacheSpec], rounds: int, prompt: int, asynchronous: bool

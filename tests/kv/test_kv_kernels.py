@@ -214,9 +214,13 @@ PATTERNS = {
 }
 
 
-# What is left to `make test-full` differs within a page only, or in a gap that keeps the alignment.
+# What is left to `make test-rest` and `make test-full` differs within a page only, or in the gap between regions.
 @pytest.mark.parametrize("to_buffer", [True, False], ids=["gather", "scatter"])
-@pytest.mark.parametrize("gap", [0, 7, pytest.param(16, marks=pytest.mark.full)], ids=lambda gap: f"gap {gap}")
+@pytest.mark.parametrize(
+    "gap",
+    [pytest.param(0, marks=pytest.mark.rest), 7, pytest.param(16, marks=pytest.mark.full)],
+    ids=lambda gap: f"gap {gap}",
+)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     "order",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import faulthandler
 import functools
+import gc
 import logging
 import os
 import time
@@ -107,6 +108,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: -taken[set_up_of(paths[item])])
 
 
+def pytest_collection_finish() -> None:
+    """Keeps what the test modules have imported out of each collection of garbage, which takes 0.4 s with vLLM."""
+    gc.collect()
+    gc.freeze()
+
+
 def set_up_of(path: str) -> str:
     """The shared fixture that the tests of a file are set up with, or the file itself."""
     used = arguments_in(ROOT / path)
@@ -121,6 +128,7 @@ def arguments_in(path: Path) -> frozenset[str]:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()
     if not is_worker():  # which waits for the others
         faulthandler.dump_traceback_later(END_SECONDS, exit=True)
 

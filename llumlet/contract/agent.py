@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine implements to be a llumlet.
+"""The interface that an engine implements to be a llumlet.
 
-Contract, the same for all methods:
+Contract of all methods:
 - they are called on the event loop that called `server.serve`, several at a time;
 - a call that the caller gives up (it left, its deadline passed) is **not** cancelled: it runs to
   its end and its answer is thrown away. Only the shutdown of the server cancels;
 - arguments have passed `llumlet.contract.validation`: required ids are there, enums and ranges are legal.
-  That an id names this instance, or a known request, is the agent's to check;
+  The agent checks that an id names this instance or a known request;
 - a refusal is a raised `LlumletError`; any other exception reaches the caller as `INTERNAL` and the
   log with its trace.
 """
@@ -36,7 +36,7 @@ class Operator(Protocol):
         ...
 
     async def migrate_in(self, request: types.MigrateInRequest, report: Report) -> types.MoveSummary:
-        """Ask the source to move requests here; pass on what it reports."""
+        """Asks the source to move requests here, and passes its reports on."""
         ...
 
     async def drain(self, request: types.DrainRequest, report: DrainReport) -> types.DrainProgress:
@@ -54,20 +54,21 @@ class Operator(Protocol):
     async def list_requests(self) -> types.ListRequestsResponse: ...
 
     def watch_cache(self, request: types.WatchCacheRequest) -> AsyncGenerator[types.CacheChanges, None]:
-        """What the prefix cache holds, and what changes. The one call that is cancelled when its caller leaves."""
+        """The contents of the prefix cache, and their changes. The only call that is cancelled when its caller
+        leaves."""
         ...
 
 
 class Destination(Protocol):
-    """Service `llumlet.Peer`: what the source of a move asks of us, idempotent; and what an origin does, `adopt`
-    and `cached_prefix`."""
+    """Service `llumlet.Peer`: the idempotent calls of a move's source, and an origin's calls `adopt` and
+    `cached_prefix`."""
 
     async def reserve(self, request: types.ReserveRequest) -> types.ReserveResponse: ...
 
     async def copy_round(self, request: types.CopyRoundRequest) -> types.CopyRoundResponse: ...
 
     async def commit(self, request: types.CommitRequest) -> types.CommitResponse:
-        """Returns COMMITTED or BARRED. An error leaves the source in doubt: it will withdraw."""
+        """Returns COMMITTED or BARRED. After an error the source is in doubt and will withdraw."""
         ...
 
     async def withdraw(self, request: types.SettleRequest) -> types.SettleResponse: ...
@@ -81,18 +82,18 @@ class Destination(Protocol):
     async def query(self, request: types.SettleRequest) -> types.SettleResponse: ...
 
     async def adopt(self, request: types.AdoptRequest, given_up: asyncio.Event) -> types.AdoptResponse:
-        """Start a request again whose owner is lost. Returns when the engine has it; not idempotent.
+        """Starts a request whose owner is lost. Returns when the engine has it; not idempotent.
 
-        `given_up` is set when the caller does not wait any more: it asks somebody else then, so nothing should begin.
+        `given_up` is set when the caller stops waiting and asks another engine, so that nothing should begin.
         """
         ...
 
     async def cached_prefix(self, request: types.CachedPrefixRequest) -> types.CachedPrefixResponse:
-        """How much of a request the prefix cache holds: an origin asks several, and waits for none of them for long."""
+        """Tokens of a request in the prefix cache. An origin asks several engines and waits for none for long."""
         ...
 
     async def claim(self, request: types.ClaimRequest) -> types.ClaimResponse:
-        """Give up a request that the caller goes on with, and keep its blocks for it to read. Not idempotent."""
+        """Gives up a request that the caller continues, and keeps its blocks for it to read. Not idempotent."""
         ...
 
     async def end_claim(self, request: types.EndClaimRequest) -> types.EndClaimResponse: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a gateway tells an engine that instances have died with a request: a header of the HTTP request."""
+"""The HTTP header in which a gateway tells an engine how many instances have died with a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 ATTEMPT_HEADER: Final = "X-Llumnix-Attempt"
 """One more than the number of instances that died with the request; absent in its first life."""
 MAX_DEATHS: Final = 8
-"""The most deaths that a header is believed to tell of: more would change nothing."""
+"""Largest number of deaths that is believed; more would change nothing."""
 
 
 def attempt_after(num_deaths: int) -> str:

@@ -30,7 +30,7 @@ def root_of(block_size: int, salt: str = "") -> bytes:
 
 
 def chain(token_ids: Sequence[int], block_size: int, parent: bytes) -> Iterator[bytes]:
-    """Names of the full blocks of `token_ids`, which begin where `parent` ends. Raises OverflowError for what is no
+    """Names of the full blocks of `token_ids`, which begin where `parent` ends. Raises OverflowError for an invalid
     token id."""
     content = array("I", token_ids)
     if sys.byteorder == "big":
@@ -43,13 +43,13 @@ def chain(token_ids: Sequence[int], block_size: int, parent: bytes) -> Iterator[
 
 
 def adapter_mask(name: str) -> int:
-    """What is mixed into the names of an adapter's blocks; 0 for the base model."""
+    """The mask of an adapter's blocks; 0 for the base model."""
     return int.from_bytes(_digest(b"adapter\0" + name.encode(errors="surrogatepass")), "little") if name else 0
 
 
 def held_names(token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> bytes:
-    """Names of the full blocks of `token_ids`, as they are on the wire, under which an engine holds them that computes
-    them with this adapter. Raises OverflowError for what is no token id."""
+    """Names on the wire of the full blocks of `token_ids`, as an engine with this adapter holds them. Raises
+    OverflowError for an invalid token id."""
     names, mask = chain(token_ids, block_size, root_of(block_size, salt)), adapter_mask(adapter)
     if mask:
         names = ((int.from_bytes(name, "little") ^ mask).to_bytes(HASH_BYTES, "little") for name in names)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells schedulers which blocks an engine's prefix cache holds: `WatchCache`.
+"""Tells schedulers the blocks in an engine's prefix cache: `WatchCache`.
 
-Each watcher is told everything once, and from then on what has changed since its last message: of a block that came
-and went in between, nothing but where it ended. What waits for a watcher is bounded; of one that is too slow it is
-thrown away, and it is told everything again (`reset`). So a stream is whole at every moment, or says that it was not.
+A watcher gets everything once, and then the net changes since its last message. Its backlog is bounded; a watcher that
+is too slow gets everything again (`reset`). So a stream is complete at every moment, or says that it was not.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from llumlet.contract.types import CacheChanges
 
 LEAST_INTERVAL_S: Final = 0.05
 KEEPALIVE_S: Final = 5.0
-"""Time after which a watcher is told that there is nothing new."""
+"""Time without news after which a watcher gets an empty message."""
 MOST_WAITING: Final = 1 << 16
-"""Changes that wait for one watcher."""
+"""Largest backlog of one watcher, in changes."""
 MESSAGE_BLOCKS: Final = 1 << 13
-"""Names in one message: whoever takes it in does nothing else meanwhile."""
+"""Largest number of names in a message, as its reader does nothing else meanwhile."""
 
 
 class Blocks(Protocol):
-    """The blocks of one cache. What changes it may be on another thread."""
+    """The blocks of one cache, which may change on another thread."""
 
     def follow(self, watched: bool) -> None:
-        """Whether changes are to be kept for `take`."""
+        """Keeps changes for `take`, or stops doing so."""
         ...
 
     def take(self) -> list[int] | None:
-        """Changes since the last call, in their order: a name that is held now, or, negative, one that is not any more.
-        None: some were lost."""
+        """Changes since the last call, in order: a name that is held now, or, negative, one that is not. None: some
+        were lost."""
         ...
 
     def held(self) -> bytes:
-        """Names of all blocks that are held, as on the wire, some perhaps twice. What changes meanwhile is among the
-        changes, too."""
+        """Names of all held blocks, as on the wire, possibly with repetitions. Concurrent changes are also among the
+        changes."""
         ...
 
 
@@ -71,7 +70,7 @@ class CacheFeed:
             self._blocks.follow(bool(self._watchers))
 
     def _collect(self) -> None:
-        """Hands what has changed to all watchers."""
+        """Passes changes on to all watchers."""
         taken = self._blocks.take()
         for watcher in self._watchers:
             if taken is None or watcher.changes is None or len(watcher.changes) + len(taken) > MOST_WAITING:
@@ -99,7 +98,7 @@ class CacheFeed:
 class _Watcher:
     def __init__(self) -> None:
         self.changes: dict[int, bool] | None = None
-        """What it has to be told: whether a block is held. None: everything."""
+        """Its backlog: true for blocks that are held. None: everything."""
 
 
 def _parts(names: bytes) -> list[bytes]:

@@ -31,7 +31,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds from the call to its answer, per kind of call."""
+    """Seconds from the call to its answer, by kind of call."""
 
     read: float = 5.0
     """Status, metadata, list of requests, and how much of one is cached."""
@@ -52,9 +52,9 @@ class Deadlines:
 DEADLINES: Final = Deadlines()
 
 IDLE_SECONDS = 30.0
-"""Time after which a connection without a call is closed, so that in a large cluster not everybody stays connected with
-everybody. The calling side closes it: a server might do so just when a call is on its way. (gRPC's own limit of a
-client, grpc.client_idle_timeout_ms, holds for the first time only in 1.85.)"""
+"""Time after which an unused connection is closed, so that in a large cluster not every pair stays connected. The
+calling side closes it: a server might do so while a call is on its way. (gRPC's own client limit,
+grpc.client_idle_timeout_ms, works from the first idle time on only in 1.85.)"""
 
 
 class LlumletClient:
@@ -92,7 +92,7 @@ class LlumletClient:
     def migrate(
         self, request: types.MigrateRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[types.MigrateEvent, None]:
-        """Events as they come, the summary last. Leaving the iteration leaves the moves running."""
+        """Yields events, the summary last. Leaving the iteration does not stop the moves."""
         return self._events(lambda: self._llumlet.Migrate, request, deadline_s or self._deadlines.move)
 
     def migrate_in(
@@ -103,7 +103,7 @@ class LlumletClient:
     def drain(
         self, request: types.DrainRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[types.DrainProgress, None]:
-        """Progress as it comes, `done` last. Leaving the iteration leaves the drain running."""
+        """Yields progress, `done` last. Leaving the iteration does not stop the drain."""
         return self._events(lambda: self._llumlet.Drain, request, deadline_s or self._deadlines.move)
 
     async def abort(self, request: types.AbortRequest, *, deadline_s: float | None = None) -> types.AbortResponse:
@@ -132,7 +132,7 @@ class LlumletClient:
     def watch_cache(
         self, request: types.WatchCacheRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[types.CacheChanges, None]:
-        """What the prefix cache holds, then its changes, until the deadline."""
+        """Yields the contents of the prefix cache, then changes, until the deadline."""
         return self._events(lambda: self._llumlet.WatchCache, request, deadline_s or self._deadlines.watch)
 
     # --- Peer ---
@@ -229,7 +229,7 @@ class LlumletClient:
 
 
 def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:
-    """Our exception for gRPC's. Only what carries a reason is the llumlet's own answer."""
+    """Our exception for gRPC's. Only an error with a reason is the llumlet's own answer."""
     details = error.details() or error.code().name.lower()
     metadata = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
     reason = next((str(value) for key, value in metadata if key == REASON_METADATA), None)
@@ -256,7 +256,7 @@ def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:
 
 
 def _handshake_problem(details: str) -> str | None:
-    """What most likely stands behind a connection that both sides' credentials did not let come about."""
+    """The likely cause of a connection that failed because of credentials."""
     return next((sentence for sign, sentence in _HANDSHAKE_PROBLEMS if sign in details), None)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's next steps will do, as far as it is settled: in which of them requests need another block, and with
-which of them requests reach the number of tokens that they may have.
-"""
+"""The settled part of an engine's next steps: the steps in which requests need another block, or reach their largest
+number of tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from typing import Final, NamedTuple
 import numpy as np
 
 NUM_STEPS: Final = 64
-"""Steps that are looked ahead: half a second and more, on engines whose steps take 8 ms and more."""
+"""Number of steps looked ahead: half a second or more, with steps of 8 ms or more."""
 
 
 class ComingSteps(NamedTuple):
     """By step, the next one first."""
 
     blocks: list[int]
-    """Blocks that requests take, less those that come free; empty if nobody decodes."""
+    """Blocks that requests take, less those that they free; empty without decodes."""
     ends: list[int]
-    """Requests of which the last token is the one before it. Without the last zeros."""
+    """Requests whose last token is that of the step before. Without trailing zeros."""
 
 
 def coming_steps(num_tokens: Sequence[int], left: Sequence[int], block_size: int) -> ComingSteps:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that outlive their callers.
 
-A move must not stop because the one who asked for it has left, and a Commit must not be cut in the
-middle because the source's deadline passed. So the agent's part of each call is a task of its own,
-and the RPC handler only waits for it.
+A move must not stop because its caller has left, and a Commit must not be cut because the source's deadline passed. So
+the agent's part of a call is a task of its own, for which the RPC handler only waits.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class DetachedCalls:
                 self.abandon(task)
 
     def abandon(self, task: asyncio.Task[Any]) -> None:
-        """Nobody waits for `task` any more: its failure is only logged."""
+        """Leaves `task` without a caller: its failure is only logged."""
         logger.info("the caller of %s left; the call goes on", task.get_name())
         task.add_done_callback(_log_failure)
 

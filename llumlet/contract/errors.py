@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call to a llumlet can end with, other than its answer.
+"""The errors of a call to a llumlet.
 
-    LlumletCallFailed
-    ├── LlumletError            the llumlet answered no; `reason` says why
-    └── LlumletUnreachable      no answer: what became of the call is not known
+LlumletCallFailed
+    ├── LlumletError            the llumlet refused; `reason` says why
+    └── LlumletUnreachable      no answer: the outcome of the call is unknown
         └── NotALlumlet         something else listens at that address
 
-An agent raises `LlumletError` and nothing else on purpose; anything else it raises reaches the
-caller as `INTERNAL`.
+An agent raises only `LlumletError` on purpose; any other exception reaches the caller as `INTERNAL`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from llumlet.contract.types import Reason, reason_word
 class LlumletCallFailed(Exception):
     """Base of everything that `LlumletClient` raises.
 
-    `address` is that of the llumlet that was called (empty in what an agent raises); `detail` is a
-    sentence for people, with the values that matter.
+    `address`: that of the called llumlet ("" if an agent raised it). `detail`: a sentence for people, with the relevant
+    values.
     """
 
     def __init__(self, text: str, detail: str, address: str) -> None:
@@ -59,7 +58,8 @@ class LlumletUnreachable(LlumletCallFailed):
 
     @property
     def nobody_listens(self) -> bool:
-        """The host answers that the port is closed: the process is gone. A failed handshake is something else."""
+        """True if the host refuses connections to the port, so that the process is gone. A failed handshake is
+        something else."""
         return "Connection refused" in self.detail
 
 

@@ -128,7 +128,7 @@ async def serve(
 
 
 async def start(agent: Agent, server: aio.Server, address: Address) -> RunningServer:
-    """Have `server`, which is bound to `address`, answer for `agent`: for who has to know the address first."""
+    """Has `server`, bound to `address`, answer for `agent`, for callers that need the address first."""
     calls = add_services(agent, server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

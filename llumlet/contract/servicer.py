@@ -42,7 +42,7 @@ async def tell(context: Context, message: Message) -> None:
 
 
 class _Calls:
-    """What both services share: running one call of the agent and answering for it."""
+    """The common part of both services: it runs one call of the agent and answers it."""
 
     def __init__(self, calls: DetachedCalls) -> None:
         self._calls = calls
@@ -242,7 +242,7 @@ async def _require_legal(context: Context, faults: list[str]) -> None:
 
 
 async def _outcome(context: Context, task: asyncio.Task[T]) -> T:  # noqa: RET503 - `refuse` never returns
-    """The result of a `task` that is done; what it raised instead ends the call."""
+    """The result of a finished `task`; an exception of it ends the call."""
     if task.cancelled():
         await refuse(context, LlumletError(types.Reason.SHUTTING_DOWN, "the llumlet is shutting down"))
     match task.exception():

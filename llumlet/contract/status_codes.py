@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gRPC status stands for which reason. The only such table."""
+"""The gRPC status of each reason. The only such table."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class _Enum(Protocol):
 
 
 def word(enum: _Enum, value: int) -> str:
-    """The lower-case name of an enum's member; the number if this version does not know it."""
+    """The lower-case name of an enum's member, or the number if this version does not know it."""
     try:
         return enum.Name(value).lower()
     except ValueError:
@@ -96,5 +96,5 @@ def reason_word(reason: Reason) -> str:
 
 
 def parse_reason(text: str) -> Reason:
-    """The opposite of `reason_word`. Raises ValueError for a word that is no reason."""
+    """The inverse of `reason_word`. Raises ValueError for an unknown word."""
     return cast(Reason, Reason.Value(text.upper())) if text else Reason.REASON_NONE

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a message by itself.
+"""Faults of a message by itself.
 
-Each function returns every fault, a sentence each; none means legal. Whether the ids are known is
-for the agent: these functions know no state.
+Each function returns all faults, a sentence each. The agent checks if ids are known.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def copy_round_faults(request: types.CopyRoundRequest) -> list[str]:
 
 
 def _are_rows(num_ids: int, num_rows: int) -> bool:
-    """Whether each row has as many; none, where the cache has nothing for each token."""
+    """True if each row has equally many ids; none if the cache keeps nothing per token."""
     return num_ids % num_rows == 0 if num_rows else num_ids == 0
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How llumlets and their callers prove who they are: mutual TLS, and a bearer token.
+"""Authentication of llumlets and their callers: mutual TLS, and a bearer token.
 
-Both ends of a connection show a certificate of the same authority; with each call the caller sends a token of its role.
-Only paths travel between processes. The contents are read where they are used, and are never printed. Standard library
-only, as parsers are built early.
+Both ends of a connection show a certificate of the same authority, and each call carries a token of the caller's role.
+Only paths travel between processes; contents are read where they are used, and never printed. Standard library only, as
+parsers are built early.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CredentialsError(Faulty):
 
 @dataclass(frozen=True, slots=True)
 class CredentialFiles:
-    """Paths, the same settings for instances and for their callers; empty for what is not used."""
+    """Paths of credentials, for instances and their callers alike; "" if unused."""
 
     tls_cert: str = _credentials.setting(
         "",
@@ -87,7 +87,7 @@ def _read_tls(cert: str, key: str, ca: str) -> Tls:
 
 
 def _read_all(paths: Mapping[str, str], faults: list[str]) -> list[bytes]:
-    """Contents of the files that are named; `faults` gets what is wrong with the others."""
+    """Contents of the named files; `faults` gets those of the others."""
     contents: list[bytes] = []
     for name, path in paths.items():
         try:
@@ -171,7 +171,7 @@ class Credentials:
         return ((TOKEN_METADATA, f"Bearer {own[0].decode()}"),) if own else ()
 
     def roles(self, metadata: Iterable[tuple[str, str | bytes]]) -> frozenset[Role]:
-        """Roles of the token that a call's metadata shows; none for a stranger, all if there is no token file."""
+        """Roles of the token in a call's metadata; none for a stranger, all without a token file."""
         tokens = self.tokens
         if tokens is None:
             return ALL
@@ -184,4 +184,4 @@ class Credentials:
 
 
 NONE: Final = Credentials()
-"""No credentials: anybody may call, in clear."""
+"""No credentials: anybody may call, unencrypted."""

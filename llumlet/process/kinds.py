@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of values that a setting can have: how text becomes a value, and what is said of text that is none.
+"""Kinds of setting values: the conversion of text, and its faults.
 
-Text comes from a command line, a variable or a file. A reader raises ValueError, and its message goes on where the name
-of the setting ends: `--port` + `'seventy' is not a port`. Standard library only, as parsers are built early.
+Text comes from a command line, a variable or a file. A reader raises ValueError with a message that follows the
+setting's name: `--port` + `'seventy' is not a port`. Standard library only, as parsers are built early.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNITS: Final = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Faulty(ValueError):
-    """What may be wrong in several ways; `faults` holds every fault found, a sentence each."""
+    """An error with several faults, a sentence each."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -32,7 +32,7 @@ class Faulty(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A reader of values: `read` takes the text, or all texts of what may be given several times (`repeated`)."""
+    """A reader of values: `read` takes the text, or all texts of a `repeated` setting."""
 
     read: Callable[[Any], T]
     metavar: str = ""
@@ -100,7 +100,7 @@ def integer(metavar: str = "N", *, at_least: float = -_INFINITE, at_most: float 
 
 
 def seconds(*, at_least: float = 0.0, above: float = -_INFINITE) -> Kind[float]:
-    """A time said as `5`, `500ms`, `3m` or `1h`; its value is in seconds."""
+    """A time written as `5`, `500ms`, `3m` or `1h`; its value is in seconds."""
 
     def read(value: str) -> float:
         digits, unit = _DURATION.fullmatch(value).groups()  # type: ignore[union-attr]  # matches everything
@@ -123,7 +123,7 @@ def port(at_least: int = 0) -> Kind[int]:
 
 
 def several(kind: Kind[T], metavar: str) -> Kind[tuple[T, ...]]:
-    """Values with commas between them, each kept once; everything that is wrong with any of them is said."""
+    """Values separated by commas, without repetitions; the faults of all of them are reported."""
 
     def read(value: str) -> tuple[T, ...]:
         found: dict[T, None] = {}
@@ -141,12 +141,12 @@ def several(kind: Kind[T], metavar: str) -> Kind[tuple[T, ...]]:
 
 
 def repeatable(kind: Kind[T]) -> Kind[T]:
-    """A list with commas that may be given several times: the lists are one."""
+    """A list with commas that may be given several times, as one list."""
     return Kind(lambda texts: kind.read(",".join(texts)), kind.metavar, repeated=True)
 
 
 def file(check: Callable[[str], object]) -> Kind[str]:
-    """A path, of whose file `check` says by ValueError that it cannot be used."""
+    """A path whose file `check` accepts; it raises ValueError otherwise."""
 
     def read(path: str) -> str:
         check(path)

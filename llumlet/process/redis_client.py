@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a Redis, one for all that use it: of one server, or of the master that Sentinels name.
+"""Clients of a Redis: of one server, or of the master that Sentinels name.
 
-With Sentinels, a connection is made to whom they name then. It ends when that server is gone, or answers that it is a
-replica by now. One that the Sentinels gave up and that still answers is left by `follow_master`.
+With Sentinels, connections go to the present master and end when that is gone or answers as a replica. `follow_master`
+leaves one that was replaced and still answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llumlet.process.secret_files import Watched, read_secret
 _log = logging.getLogger(__name__)
 SOCKET_TIMEOUT_S: Final = 2.0
 SENTINEL_TIMEOUT_S: Final = 1.0
-"""Limit for each Sentinel in turn. They do nothing else, and one that is gone must not keep anybody for long."""
+"""Time limit for each Sentinel, short as several are asked in turn."""
 NO_CLUSTER: Final = (
     "it is a Redis Cluster, where keys that are read together lie on different servers: use a single Redis, or "
     "Sentinels for one that may fail (redis+sentinel://HOST:PORT,HOST:PORT/SERVICE)"
@@ -36,8 +36,8 @@ _CLIENT_OF_A_SENTINEL: Final = re.compile(r"<redis\.\S*\(<.*?\)>\)>\)> - ")
 
 
 def connect(url: str) -> Any:
-    """A client that gives up after `SOCKET_TIMEOUT_S` and repeats nothing by itself. Raises ValueError for a URL that
-    is none; connects to nothing yet."""
+    """A client that gives up after `SOCKET_TIMEOUT_S` and does not retry. Raises ValueError for an invalid URL; does
+    not connect yet."""
     where = RedisUrl.parse(url)
     options = _timeouts(SOCKET_TIMEOUT_S) | _login(where.login)
     if not where.service:
@@ -55,8 +55,7 @@ def connect(url: str) -> Any:
 
 
 def _renewing(client: Any) -> Any:
-    """The client; its connections over TLS read their files again when these have changed, where redis-py reads them
-    once."""
+    """Makes the client's TLS connections read their files again after changes; redis-py reads them once."""
     pool = client.connection_pool
     if issubclass(pool.connection_class, SSLConnection):
         pool.connection_class = type("RenewedConnection", (_Renewed, pool.connection_class), {})
@@ -84,7 +83,7 @@ class _Renewed(SSLConnection):
 
 
 def checked_name(url: str) -> str:
-    """The name of what `url` is, for people. Raises ValueError with all that is wrong, files of passwords included."""
+    """The name of `url` for people. Raises ValueError with all faults, including those of password files."""
     where = RedisUrl.parse(url)
     faults: list[str] = []
     for option, login in (("password_file", where.login), ("sentinel_password_file", where.sentinel_login)):
@@ -105,8 +104,8 @@ def checked_name(url: str) -> str:
 
 
 def _tls_faults(where: RedisUrl, context: Any) -> list[str]:
-    """Faults of options that are read with the first connection otherwise, and at each one again. `context`:
-    redis-py's; None without TLS."""
+    """Faults of options that redis-py would read at the first connection only. `context`: redis-py's; None without
+    TLS."""
     if context is None:
         return []
     given = {name: value for name, value in parse_url(where.server).items() if name.startswith("ssl_")}
@@ -127,9 +126,8 @@ def _tls_faults(where: RedisUrl, context: Any) -> list[str]:
 
 
 async def follow_master(client: Any) -> bool:
-    """Whether the Sentinels name another master than the one that was connected to last; then idle connections are
-    closed, and the next command goes to the other one. False without Sentinels, and if none of them answers within
-    `SENTINEL_TIMEOUT_S`: who cannot ask stays."""
+    """True if the Sentinels name a new master; idle connections are then closed, and the next command goes to it. False
+    without Sentinels, and if none answers within `SENTINEL_TIMEOUT_S`."""
     pool: Any = client.connection_pool
     before = pool.master_address if isinstance(client, _MasterClient) else None
     if before is None:
@@ -142,7 +140,7 @@ async def follow_master(client: Any) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, for people."""
+    """The error in words."""
     if isinstance(error, _OF_A_CLUSTER):
         return NO_CLUSTER
     if isinstance(error, MasterNotFoundError):
@@ -151,7 +149,7 @@ def reason_of(error: Exception) -> str:
 
 
 class _MasterClient(redis.Redis):
-    """Closes what is connected to the Sentinels, too."""
+    """Also closes the connections to the Sentinels."""
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool)
@@ -161,7 +159,7 @@ class _MasterClient(redis.Redis):
 
 
 class _LoginProvider(CredentialProvider):
-    """Reads the file for each connection: a password that was changed is the next one's."""
+    """Reads the password file for each connection, so that changes apply to the next one."""
 
     def __init__(self, login: Login) -> None:
         self._login = login

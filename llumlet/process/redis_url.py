@@ -47,7 +47,7 @@ class RedisUrl:
     hosts: tuple[Address, ...]
     """Addresses of the server, or of the Sentinels."""
     service: str
-    """What the Sentinels call their servers; empty without Sentinels."""
+    """The Sentinels' name for their servers; "" without Sentinels."""
     tls: bool
     login: Login
     sentinel_login: Login
@@ -55,8 +55,8 @@ class RedisUrl:
     """Name of one of several clusters that share the database; empty: it has but one."""
     database: int
     server: str
-    """The URL that redis-py's own parser is given for the connections to a server: without a login, and without the
-    options above; with Sentinels the host says nothing."""
+    """The URL for redis-py's parser, for connections to a server: without a login and the options above; with Sentinels
+    the host is meaningless."""
 
     @classmethod
     def parse(cls, url: str) -> Self:
@@ -118,18 +118,18 @@ class RedisUrl:
 
 
 def redis_name(url: str) -> str:
-    """The URL for people: without users, passwords and options. Raises ValueError for what is no such URL."""
+    """The URL for people: without users, passwords and options. Raises ValueError for an invalid URL."""
     return RedisUrl.parse(url).name
 
 
 def split_stores(text: str) -> list[str]:
-    """The stores that are named with commas between, each once. The commas before the service of a `redis+sentinel://`
-    URL are its own."""
+    """The named stores, without repetitions. Commas before the service of a `redis+sentinel://` URL do not separate
+    stores."""
     return list(dict.fromkeys(filter(None, map(str.strip, _STORE.findall(text)))))
 
 
 def _hosts(places: str, port: int) -> tuple[Address, ...]:
-    """Addresses of `HOST[:PORT],…`, and `port` where none is named. Raises ValueError, which quotes nothing of them."""
+    """Addresses of `HOST[:PORT],…` with the default `port`. Raises ValueError, which quotes none of them."""
     found = []
     for place in places.split(","):
         try:

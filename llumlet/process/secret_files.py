@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with secrets and certificates: who may read them, and how a change of them is taken. Standard library only."""
+"""Files with secrets and certificates: their permissions, and how changes take effect. Standard library only."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def read_file(path: str, *, is_secret: bool) -> bytes:
 
 
 class Watched:
-    """Tells when files may have another content than when they were asked last, also if a link was put in their place,
-    as Kubernetes does with secrets."""
+    """Detects changed files, including a replaced link, as in Kubernetes secrets."""
 
     def __init__(self, *paths: str) -> None:
         self.paths = paths
@@ -118,7 +117,7 @@ _ALL: Final[WeakSet[Current[Any]]] = WeakSet()
 
 
 def num_refused() -> int:
-    """Looks at all files of this process, and counts those whose present content cannot be used."""
+    """Checks all files of this process, and counts those whose present content is unusable."""
     found = list(_ALL)
     for current in found:
         _ = current.value
@@ -126,7 +125,7 @@ def num_refused() -> int:
 
 
 class Bearer(Mapping[str, str]):
-    """Headers that show the word that a file holds now; none without a file. Their representation shows none of it."""
+    """Headers with the word that a file holds now; empty without a file. Their representation shows none of it."""
 
     def __init__(self, path: str, what: str) -> None:
         """Raises ValueError for a file that holds no word."""

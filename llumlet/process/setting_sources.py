@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of settings, on a command line, by variables and in a file, and what is wrong with it.
+"""Reads settings from the command line, variables and a file, with all faults.
 
-A setting whose text cannot be read has its fault and no value. What depends on it is not complained of: see `check`.
-Standard library only; YAML is imported when a file is read.
+A setting whose text cannot be read has a fault and no value; checks that depend on it are skipped (`check`). Standard
+library only; YAML is imported when a file is read.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ PROGRAMS: Final = (
     "llumlet", "up", "top", "ps", "status", "migrate", "drain", "explain", "profile", "doctor", "gateway",
     "scheduler", "rescheduler",
 )  # fmt: skip
-"""Programs whose variables are `LLUMNIX_<PROGRAM>_<FLAG>`: each looks after its own. The first is in `vllm serve`."""
+"""Programs whose variables are `LLUMNIX_<PROGRAM>_<FLAG>`. Each checks its own. The first is in `vllm serve`."""
 SHARED_VARIABLES: Final = frozenset(
     {
         "LLUMNIX_CMS", "LLUMNIX_CLUSTER", "LLUMNIX_TLS_CERT", "LLUMNIX_TLS_KEY", "LLUMNIX_TLS_CA",
         "LLUMNIX_TOKEN_FILE", "LLUMNIX_LLUMLET", "LLUMNIX_FAULTS",
     }
 )  # fmt: skip
-"""Variables of several programs. The last two are not settings: an engine's configuration on its way to child
-processes, and what tests make fail in an engine."""
+"""Variables of several programs. The last two are no settings: an engine's configuration for its child processes, and
+the failures that tests inject."""
 _OF_A_KUBERNETES_SERVICE: Final = re.compile(
     r"LLUMNIX_(\w+_)?("
     r"SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=.*|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*|PORT=(tcp|udp|sctp)://.*)"
@@ -41,15 +41,15 @@ _OF_A_KUBERNETES_SERVICE: Final = re.compile(
 
 
 class Reading:
-    """What was said of some classes of settings."""
+    """The settings read for some classes."""
 
     def __init__(self, faults: list[str], further: tuple[str, ...] = ()) -> None:
         self.faults = faults
-        """Everything that is wrong, a sentence each."""
+        """All faults, a sentence each."""
         self.further = further
-        """Words of the command line that are for somebody else."""
+        """Arguments after `--`."""
         self.given: dict[str, str] = {}
-        """The place where each value was said, by flag: the flag itself, a variable, or a line of the file."""
+        """The source of each value by flag: the flag itself, a variable, or a line of the file."""
         self._values: dict[type, dict[str, Any]] = {}
         self._unread: dict[type, set[str]] = {}
 
@@ -71,19 +71,20 @@ class Reading:
             values[entry.field] = value
 
     def make(self, cls: type[T], **others: Any) -> T:
-        """An object, with `others` where nothing was said. What could not be read is missing from it: see `check`."""
+        """An object, with `others` for settings that were not given. A setting that could not be read is missing: see
+        `check`."""
         made = self.make_with_defaults(cls, **others)
         for name in self._unread[cls]:
             object.__delattr__(made, name)
         return made
 
     def make_with_defaults(self, cls: type[T], **others: Any) -> T:
-        """An object, with defaults for what could not be read: for who goes on all the same to find further faults."""
+        """Like `make`, but uses the default for values that could not be read, so that checking can continue."""
         return cls(**(others | self._values[cls]))
 
     def check(self, check: Callable[..., Iterable[str]], *arguments: Any) -> None:
-        """Adds what `check` finds wrong with what was made. It ends at a setting that could not be read: that has its
-        fault already, and nothing can be said of what depends on it."""
+        """Adds the faults that `check` finds in the made objects. It ends at a setting that could not be read, as that
+        has its fault already."""
         try:
             for fault in check(*arguments):
                 self.faults.append(fault)
@@ -92,7 +93,7 @@ class Reading:
                 raise
 
     def of_other_modes(self, mode: str) -> list[str]:
-        """Faults of what was said and has no effect in `mode`."""
+        """Faults of given settings that have no effect in `mode`."""
         settings = [entry.setting for entry in all_entries(self._values)]
         return [
             f"{self.given[setting.flag]} has no effect in {mode} mode"
@@ -109,7 +110,7 @@ def read(
     file: str = "",
     further: tuple[str, ...] = (),
 ) -> Reading:
-    """All that was said. `args`: of a parser with `add_arguments`, and perhaps others. `file`: see `--config`."""
+    """Reads all sources. `args`: of a parser with `add_arguments`. `file`: see `--config`."""
     settings = {entry.setting.flag: entry.setting for entry in all_entries(classes)}
     reading = Reading([], further)
     sources: dict[str, tuple[str, Any]] = {}
@@ -131,7 +132,7 @@ def read(
 
 
 def unknown_variables(program: str, classes: Iterable[type], environ: Mapping[str, str]) -> list[str]:
-    """Names that look like ours and are not: misspelt, or of another release."""
+    """Variables with our prefix that are unknown: misspelt, or of another release."""
     known = SHARED_VARIABLES.union(filter(None, (each.setting.variable_of(program) for each in all_entries(classes))))
     own = f"LLUMNIX_{program}_".upper()
     others = tuple(f"LLUMNIX_{each}_".upper() for each in PROGRAMS if each != program)
@@ -146,13 +147,13 @@ def unknown_variables(program: str, classes: Iterable[type], environ: Mapping[st
 
 
 def _is_of_kubernetes(name: str, value: str) -> bool:
-    """Whether kubelet made the variable, for a Service called `llumnix` or `llumnix-…`: it is in every container of the
-    namespace, and `LLUMNIX_GATEWAY_PORT` is a setting as well."""
+    """True if kubelet made the variable for a Service called `llumnix` or `llumnix-…`: such variables are in every
+    container of the namespace, and `LLUMNIX_GATEWAY_PORT` is also a setting."""
     return _OF_A_KUBERNETES_SERVICE.fullmatch(f"{name}={value}") is not None
 
 
 def _of_file(path: str, settings: Mapping[str, Setting], faults: list[str]) -> dict[str, tuple[str, Any]]:
-    """Texts and their places, by flag. A scalar stays as it is written: `off` is a word, and 1:30 no number."""
+    """Texts and their places, by flag. Scalars stay as written: `off` is a word, and 1:30 is not a number."""
     import yaml
 
     try:

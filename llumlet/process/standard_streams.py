@@ -18,7 +18,7 @@ UNWRITTEN: Final = 7
 
 
 class OutputLost(SystemExit):
-    """Ends the process: nobody gets what it writes. Not an OSError, which callers take for one of their own."""
+    """Ends the process because its output is lost. Not an OSError, which callers handle themselves."""
 
     def __init__(self) -> None:
         super().__init__(UNWRITTEN)
@@ -44,7 +44,8 @@ def guarded(program: str) -> Iterator[None]:
 
 
 class _Guarded:
-    """A stream whose failures are somebody's business. `None`, as Python has it for a closed descriptor, is nowhere."""
+    """A stream whose failures are handled here. `None`, as Python has it for a closed descriptor, discards
+    everything."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream or cast(TextIO, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
@@ -87,7 +88,7 @@ class _Out(_Guarded):
 
 
 def _discard(stream: TextIO | None) -> None:
-    """Lets what is left in the stream's buffer go nowhere, or Python would try it once more at its end."""
+    """Discards the stream's buffer, which Python would write again at its end."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks that go on whatever happens, tasks that run by themselves, the end of tasks, and calls from other threads."""
+"""Tasks that survive exceptions, background tasks, the end of tasks, and calls from other threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _RESTART_S: Final = 1.0
 
 
 async def keep_running(name: str, run: Callable[[], Awaitable[None]]) -> NoReturn:
-    """Calls `run` again and again until it is cancelled: what looks after others is not to end in silence by an
-    exception that nobody foresaw."""
+    """Calls `run` repeatedly until it is cancelled, so that an unforeseen exception does not end it."""
     while True:
         try:
             await run()
@@ -41,8 +40,8 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """As `cancel`, again and again. Once is not always enough: a client library may take the cancellation for an error
-    of its connection, and its caller would go on."""
+    """Cancels `tasks` repeatedly until they end: a client library may mistake a cancellation for an error of its
+    connection."""
     pending = {task for task in tasks if not task.done()}
     while pending:
         for task in pending:
@@ -52,7 +51,7 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
 
 
 class Tasks:
-    """Coroutines that run by themselves; a task that nobody holds could be collected before its end."""
+    """Background coroutines, which are held here as asyncio might collect unreferenced tasks."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()

@@ -35,11 +35,11 @@ class Role(StrEnum):
     """The caller of a llumlet, or of a scheduler's CMS."""
 
     PEER = "peer"
-    """An instance: it moves requests to others and takes theirs, starts lost ones again, and reports."""
+    """An instance: it moves requests to and from others, replays lost ones, and reports."""
     OPERATOR = "operator"
-    """A person, a scheduler or a rescheduler: it has requests moved and instances drained, and looks at everything."""
+    """A person, a scheduler or a rescheduler: it moves requests, drains instances, and reads everything."""
     READER = "reader"
-    """Looks at everything, and changes nothing."""
+    """Reads everything, and changes nothing."""
 
 
 ALL: Final = frozenset(Role)
@@ -48,8 +48,8 @@ ALL: Final = frozenset(Role)
 class HashedKeys(Generic[Owner]):
     """Owners of keys, by the keys' SHA-256.
 
-    A look-up takes the same time for any number of keys. What its time tells is of the hash of the shown key, and does
-    not help to approach a key.
+    A look-up takes the same time for any number of keys, and its time depends on the hash of the shown key, which does
+    not help to guess one.
     """
 
     def __init__(self, keys: Mapping[Owner, Iterable[str]]) -> None:
@@ -64,7 +64,7 @@ class HashedKeys(Generic[Owner]):
 
 
 def faults_of(keys: Mapping[str, Iterable[str]], least: int) -> list[str]:
-    """Everything that is wrong with keys, a sentence each, which quotes none. `least`: characters of one in clear."""
+    """Faults of keys, a sentence each, which quotes none. `least`: characters of a key in clear."""
     found, seen = [], set[bytes]()
     for owner, own in keys.items():
         for number, key in enumerate(own):

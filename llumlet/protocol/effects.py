@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a migration asks its shell to do: the output alphabet of the two machines.
+"""The effects that a migration asks of its shell: the output alphabet of the two machines.
 
-A shell carries the effects of one event out in order, and those that touch the engine's loop reach it in the order in
-which they were asked for. Sending is at most once and may fail; what comes of it is reported as an event. `Unpin`,
-`Unfreeze`, `RevokeAdmit`, `FreeReservation`, `AbortAdmitted` and `ClearTimer` may be repeated.
+A shell carries out the effects of one event in order; those on the engine's loop reach it in that order. Sending is at
+most once and may fail; its result is reported as an event. `Unpin`, `Unfreeze`, `RevokeAdmit`, `FreeReservation`,
+`AbortAdmitted` and `ClearTimer` may be repeated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SendWithdraw(msgspec.Struct, frozen=True):
 
 
 class SendQuery(msgspec.Struct, frozen=True):
-    """Whether it has decided. Answered by Unsettled, Committed, Barred, Forgotten or not at all."""
+    """Asks if the destination has decided. Answered by Unsettled, Committed, Barred, Forgotten or not at all."""
 
 
 class SendCancel(msgspec.Struct, frozen=True):

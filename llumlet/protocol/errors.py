@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the protocol's own code raises.
+"""The protocol's errors.
 
-    MigrationError             a move that does not happen; carries a `Reason`
-    └── Refused                the peer, or our own rules, said no; nothing was changed
+MigrationError             a move that does not happen; carries a `Reason`
+    └── Refused                the peer, or our own rules, refused; nothing was changed
     ProtocolError
     ├── LocalProtocolError     our own code drove a state machine wrongly
     └── RemoteProtocolError    a peer sent what its state does not allow
@@ -16,7 +16,8 @@ import enum
 
 
 class Reason(enum.StrEnum):
-    """Why a request was not moved. The values are part of the wire protocol and of the command line's output."""
+    """Reasons why a request was not moved. The values are part of the wire protocol and of the command line's
+    output."""
 
     # The request
     UNKNOWN_REQUEST = "unknown_request"
@@ -64,7 +65,7 @@ class Reason(enum.StrEnum):
 
 
 class MigrationError(Exception):
-    """A request was not moved. It goes on where it was."""
+    """A request was not moved. It continues where it was."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))

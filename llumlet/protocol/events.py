@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can happen to a migration: the input alphabet of the two machines.
+"""The events of a migration: the input alphabet of the two machines.
 
 An event says that something *has happened*: a peer's message or answer arrived, the engine's loop did what it was asked
 to, a timer fired. Times are seconds, block indices are positions in the request's block table (not ids of the pool),
@@ -17,7 +17,7 @@ from llumlet.protocol.ids import Epoch
 
 
 class Settlement(enum.StrEnum):
-    """What a destination's record of a migration says. Only COMMITTED and BARRED are binding, and they are final."""
+    """The state of a destination's record of a migration. Only COMMITTED and BARRED are binding, and they are final."""
 
     PENDING = "pending"
     COMMITTED = "committed"
@@ -40,7 +40,7 @@ class Call(enum.StrEnum):
 
 
 class Gone(enum.StrEnum):
-    """How a request can leave the set of running requests of its engine by itself."""
+    """Ways in which a request leaves the running requests of its engine by itself."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -169,17 +169,17 @@ class PeerUnreachable(msgspec.Struct, frozen=True):
 
 
 class FenceStarted(msgspec.Struct, frozen=True):
-    """The origin has output of the new epoch, or of a later one: somebody else owns the request."""
+    """The origin has output of the new epoch, or of a later one: another engine owns the request."""
 
 
 class FenceRaised(msgspec.Struct, frozen=True):
-    """The origin has none and bars the new epoch for good; the source goes on under `epoch`."""
+    """The origin has none and bars the new epoch for good; the source continues under `epoch`."""
 
     epoch: Epoch
 
 
 class OriginFinished(msgspec.Struct, frozen=True):
-    """Nobody waits for this request any more."""
+    """The request has no client any more."""
 
 
 # Destination: messages of the source

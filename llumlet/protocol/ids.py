@@ -11,7 +11,7 @@ RequestId = NewType("RequestId", str)
 """vLLM's internal request id: the client's id plus eight random characters. The same on every engine."""
 
 MigrationId = NewType("MigrationId", str)
-"""One attempt to move one request, chosen by the source."""
+"""An attempt to move one request, chosen by the source."""
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):

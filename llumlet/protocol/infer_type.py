@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instance is there for: `--llumlet-instance-type`, `instance_type` of its metadata, stages of a policy."""
+"""The use of an instance: `--llumlet-instance-type`, `instance_type` of its metadata, stages of a policy."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a transition table is run. Knows nothing of migrations.
+"""Runs a transition table. Knows nothing of migrations.
 
 A table is a list of rows; a row says: in this state, on this kind of event, if `when` holds, do `do` and go to `to`.
-Rows are tried in order and the first that holds is taken. No row: `LocalProtocolError`, and nothing has changed, since
-`when` only looks and only `do` acts: a method that returns effects, or effects that are always the same, as a list.
+Rows are tried in order and the first that holds is taken. If none does, `LocalProtocolError` is raised and nothing has
+changed, since `when` only reads and only `do` acts: a method that returns effects, or a list of constant effects.
 Nothing else writes the state.
 
-Timers. Every state may have a deadline: a timer named after the state, set when it is entered and cleared when it is
-left, on top of the timers that actions ask for. A timer that fires after it was cleared (the shell had the event
-queued) is no event at all.
+Timers. Every state may have a deadline: a timer named after the state, set on entering and cleared on leaving it,
+beside the timers that actions ask for. A timer that fires after it was cleared is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ M = TypeVar("M")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row(Generic[S]):
-    """One transition. `late` marks events that crossed with our own: legal, and without consequence for the state."""
+    """A transition. `late` marks events that crossed with our own: legal, and without consequence for the state."""
 
     state: S
     event: type[Any]
@@ -54,7 +53,7 @@ def rows(
     when: Callable[[M, E], bool] | None = None,
     late: bool = False,
 ) -> list[Row[S]]:
-    """One row per state of `states`, in the order of their definition; `to` None stays where it is."""
+    """A row per state of `states`, in the order of their definition; `to` None keeps the state."""
     several = {states} if isinstance(states, enum.StrEnum) else set(states)
     ordered = [state for state in type(next(iter(several))) if state in several]
     return [Row(state, event, state if to is None else to, do, when, late) for state in ordered]
@@ -112,7 +111,7 @@ class Machine(Generic[S, E, F]):
         return effects
 
     def _deadline(self, state: S) -> float | None:
-        """Seconds the machine may stay in `state`; None: for ever."""
+        """Seconds that the machine may stay in `state`; None sets no limit."""
         return None
 
     def _row(self, event: E) -> Row[S]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's `priority` means for more than the order of a queue.
+"""The meaning of a request's `priority` beyond the order of a queue.
 
-As for vLLM, lower numbers come first. Below 0 a request is *urgent*: it is to decode undisturbed. Instances that have
-one keep room free beside it, and it changes place for nobody's sake. Two numbers on the same side of 0 differ in turns,
-and in who moves first where a rule asks for that (`Order.LP`).
+As in vLLM, lower numbers come first. Below 0 a request is *urgent*: it should decode undisturbed. Instances keep room
+free beside it, and it does not move to make room for others. Two numbers on the same side of 0 differ in queues, and in
+who moves first by `Order.LP`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine step produced for one request."""
+    """An engine step's output for one request."""
 
     request_id: str
     epoch: Epoch
@@ -49,14 +49,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Logprobs | None = None
     num_nans_in_logits: int = 0
     sampling_masks: list[list[int]] | None = None
-    """Of each token, the ids from which it was drawn; only of engines that tell it."""
+    """For each token the ids from which it was drawn; only of engines that report them."""
     routed_experts: bytes | None = None
     """The experts of every layer for each token that was computed for those here, and for the prompt before the first:
     the bytes of vLLM's array. Only of engines that tell it."""
 
 
 class Health(enum.StrEnum):
-    """What an engine says of its own loop, from a thread that lives while the loop hangs."""
+    """An engine's report about its loop, from a thread that lives while the loop hangs."""
 
     OK = "ok"
     SUSPECT = "suspect"
@@ -95,12 +95,11 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     health: Health
     requests: list[tuple[str, Epoch]]
     num_parts: dict[str, int] = {}
-    """Of those among them whose input comes in parts, how many have come: what an origin has beyond them, it sends
-    again."""
+    """Parts received so far, for requests whose input comes in parts: the origin sends the missing ones again."""
 
 
 class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
-    """The sender has let the request go: `instance` owns it under `epoch`, or nobody does."""
+    """The sender has released the request: `instance` owns it under `epoch`, or no engine does."""
 
     request_id: str
     epoch: Epoch
@@ -132,8 +131,8 @@ class Dismissal(msgspec.Struct, frozen=True, tag="release"):
 
 
 class FenceAnswer(msgspec.Struct, frozen=True, tag="fence_answer"):
-    """`finished`: nobody waits for the request. Else `raised` is the epoch to go on under; None: the epoch that was
-    asked for has started."""
+    """`finished`: the request has no client any more. Otherwise `raised` is the epoch to continue under; None: the
+    asked epoch has started."""
 
     question: int
     request_id: str
@@ -172,7 +171,7 @@ def encode(message: ToOrigin | ToEngine) -> bytes:
 
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be: of a wrong form, no text, nested too deeply."""
+"""Errors of msgspec for malformed bytes."""
 
 
 def decode_to_origin(data: bytes) -> ToOrigin:

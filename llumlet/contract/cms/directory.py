@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who else there is, asked of a cluster metadata store now and then, by instances that may need each other.
+"""Asks a cluster metadata store for other instances, periodically.
 
-What is read is bounded whatever the size of the cluster: a thousand API servers ask every few seconds.
+The size of an answer is bounded, as a thousand API servers ask every few seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Directory(Protocol):
     """One store, and the connection to it, which is kept from one question to the next. Belongs to one event loop."""
 
     async def peers(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
-        """Instances that could take the requests of `own_ids`; `digest` is that of the last answer, or empty. Raises
-        LinkLost, and DecodeError for what is no answer."""
+        """Instances that could take the requests of `own_ids`; `digest`: that of the last answer, or "". Raises
+        LinkLost, and DecodeError for an invalid answer."""
         ...
 
     async def close(self) -> None: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who could take the requests of others, and how much room there is. Pure: the same for every kind of store."""
+"""Instances that could take requests of others, and their room. Pure, for every kind of store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llumlet.contract.types import NOT_WELL, InstanceMetadata, InstanceStatus, P
 from llumlet.process.addresses import Address
 
 MAX_PEERS: Final = 64
-"""Peers that anybody is told of at a time."""
+"""Largest number of peers in an answer."""
 LEAST_ROOM: Final = 0.05
 """Share of its KV cache that counts as room in an engine that is full: others may be full, too."""
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis that instances write to, asked who else there is.
+"""Asks a Redis that instances write to for peers.
 
-Instances that can exchange requests are in a set, of which some are drawn: nobody reads a large cluster whole. Where
-there is no such set, as for an instance that is not there yet, all keys are gone through.
+Instances that can exchange requests share a set, from which some are drawn, so that nobody reads a large cluster whole.
+Without a set, as before an instance has written, all keys are scanned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_INSTANCES: Final = 10_000
 
 
 class RedisDirectory:
-    """A `Directory`. Raises ValueError for a URL that is none."""
+    """A `Directory`. Raises ValueError for an invalid URL."""
 
     def __init__(self, url: str) -> None:
         checked_name(url)
@@ -81,7 +81,7 @@ class RedisDirectory:
 
 
 def _peers_among(states: list[InstanceState], own_ids: Sequence[str], digest: str) -> PeersResponse:
-    """What a store would answer that knows these states and could answer for itself."""
+    """The answer of a store that knows these states."""
     digest = next((one.metadata.compatibility_digest for one in states if one.metadata.instance_id in own_ids), digest)
     others = [
         state

@@ -28,7 +28,7 @@ class Layout:
 
     @classmethod
     def of(cls, url: str) -> Self:
-        """The layout that a URL asks for. Raises ValueError for what is no such URL."""
+        """The layout that a URL asks for. Raises ValueError for an invalid URL."""
         where = RedisUrl.parse(url)
         prefix = f"llumnix:{where.cluster}:" if where.cluster else "llumnix:"
         return cls(prefix, f"{prefix}changes:{where.database}" if where.database else f"{prefix}changes")

@@ -23,7 +23,7 @@ MOST_WRITES_PER_S: Final = 4000.0
 """Statuses of all instances together: a fifth of a core of each reader."""
 TTL_S: Final = 10
 METADATA_EVERY_S: Final = 3.0
-"""How often the metadata is written anew, so that it lasts as long as the status."""
+"""Time between two writes of the metadata, which must last as long as the status."""
 
 _WRITE = """
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
@@ -42,8 +42,8 @@ end
 redis.call('PUBLISH', ARGV[3], ARGV[4])
 return redis.call('ZCARD', KEYS[3])
 """
-"""Writes metadata, and the id among peers and among all; returns how many there are. The clock is the server's: no
-writer's clock takes others out."""
+"""Writes metadata, and the id among peers and among all; returns their number. It uses the server's clock, so that no
+writer's clock can expire others."""
 
 _REMOVE_OWN = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
@@ -57,9 +57,8 @@ end
 
 
 class RedisLink(Abortable):
-    """A `Link` to a Redis, which is shared: each write costs each reader some 50 µs. `min_interval_s` is that of the
-    layout's first writers, and grows with the cluster, so that all instances together write `MOST_WRITES_PER_S` times a
-    second. Raises ValueError for a URL that is none."""
+    """A `Link` to a Redis. Each write costs each reader some 50 µs, so `min_interval_s` grows with the cluster until
+    all instances together write `MOST_WRITES_PER_S` times a second. Raises ValueError for an invalid URL."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ class RedisLink(Abortable):
             await client.aclose()
 
     async def _run_script(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
-        """A server is sent a script once; then its hash is enough."""
+        """Sends a script once, and then its hash."""
         return await self._run(self._client.register_script(script)(keys, arguments))
 
     async def _run(self, exchange: Awaitable[Any]) -> Any:

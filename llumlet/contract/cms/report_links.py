@@ -24,7 +24,7 @@ from llumlet.process.credentials import Credentials
 
 LEAST_INTERVAL_S: Final = 0.005
 DESCRIBE_EVERY_S: Final = 5.0
-"""Time after which a gRPC link repeats the metadata: the answer says how far apart statuses are to be now."""
+"""Time after which a gRPC link repeats the metadata; the answer sets the pace of statuses."""
 EOF: Any = aio.EOF  # type: ignore[attr-defined]  # the stubs leave it out
 
 
@@ -40,8 +40,8 @@ class Link(Protocol):
     once."""
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
-        """Connect, and say who is there. Returns when the store has taken it. `ended` is called if the store ends the
-        connection, where that is noticed: the next push would raise."""
+        """Connects and sends the metadata. Returns when the store has taken it. `ended` is called if the store is seen
+        to end the connection, so that the next push would raise."""
         ...
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
@@ -158,5 +158,5 @@ class GrpcLink(Abortable):
             raise LinkLost(await self._ending()) from error
 
     async def _ending(self) -> str:
-        """What the store said in the end, of a call that is over."""
+        """The store's last words in a call that is over."""
         return await self._call.details() or f"the stream has ended ({(await self._call.code()).name})"

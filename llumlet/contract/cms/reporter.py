@@ -43,10 +43,10 @@ _TICK_S: Final = KEEPALIVE_S / 4
 
 
 class Reporter:
-    """Feeds every store that `cms` names. Raises ValueError, with every fault, for what names none.
+    """Feeds every store in `cms`. Raises ValueError with all faults.
 
-    `metadata` and `status` are called on the loop of `run`; each answer is a message that is the reporter's own. The
-    reporter stamps `utc_update` and `timestamp_ms`, each stamp above the last.
+    `metadata` and `status` are called on the loop of `run` and return messages that the reporter may keep. It stamps
+    `utc_update` and `timestamp_ms`, in increasing order.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Reporter:
             post(self._loop, self._describe)
 
     def _mark(self) -> bool:
-        """Whether nobody else has woken the loop yet."""
+        """True if the loop has not been woken yet."""
         if self._marked:
             return False
         with self._lock:
@@ -106,7 +106,7 @@ class Reporter:
 
     @property
     def connected(self) -> dict[str, bool]:
-        """Whether a store takes what is pushed, by its name."""
+        """True for each store, by name, that takes what is pushed."""
         return {feed.link.name: feed.connected for feed in self._feeds}
 
     def metadata_now(self) -> InstanceMetadata:
@@ -139,7 +139,7 @@ class Reporter:
 
 
 class _Feed:
-    """One store, and what it has been told."""
+    """One store, and the state that it has been told."""
 
     def __init__(self, link: Link, reporter: Reporter) -> None:
         self.link = link
@@ -217,7 +217,7 @@ class _Feed:
         await self._bounded(self.link.leave())
 
     async def _bounded(self, exchange: Awaitable[None]) -> None:
-        """Awaits an exchange with the store, whose deadline is the ticker's to keep."""
+        """Awaits an exchange with the store. The ticker keeps its deadline."""
         self._pushed_s, self._in_flight = time.monotonic(), True
         await exchange
         self._in_flight = False
@@ -238,7 +238,7 @@ class _Feed:
 
 
 def cms_faults(cms: str) -> list[str]:
-    """What is wrong with the value of `--llumlet-cms`, a sentence each."""
+    """Faults of the value of `--llumlet-cms`, a sentence each."""
     stores = split_stores(cms)
     if not stores:
         return ["HOST:PORT or redis://HOST:PORT of a CMS is missing"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the address of a cluster metadata store stands for: an embedded one (HOST:PORT), or a Redis (redis://…)."""
+"""Opens cluster metadata stores by address: an embedded one (HOST:PORT), or a Redis (redis://…)."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
 
     @property
     def over(self) -> bool:
-        """Whether nothing is known any more, or nothing ever was."""
+        """True if nothing is known any more, or nothing ever was."""
         return self.state in (State.NEW, State.FORGOTTEN)
 
     def _deadline(self, state: State) -> float | None:
@@ -248,7 +248,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
     # Being barred
 
     def _bar(self, reason: Reason, detail: str = "") -> list[Effect]:
-        """Answer everyone who waits for what this state was doing."""
+        """Bars the migration and answers all callers that wait for this state's work."""
         self.reason, self.detail = reason, detail
         open_calls: list[Effect] = []
         match self.state:
@@ -261,7 +261,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
         return [*open_calls, *self._clear_lease()]
 
     def _let_go(self) -> list[Effect]:
-        """What lets go of the blocks, now or as soon as what is under way has ended."""
+        """Releases the blocks, now or when the present work has ended."""
         if self.state is State.RESERVED:
             return [do.FreeReservation()]
         if self.state in (State.PULLING, State.COMMITTING):

@@ -42,9 +42,9 @@ EXCLUSIVE = frozenset({BlockOwner.RESERVATION, BlockOwner.DRAINING})
 
 
 def audit(num_blocks: int, free: Iterable[int], held: Mapping[BlockOwner, Collection[int]]) -> list[str]:
-    """What is wrong with a block pool as it was found, one sentence per fault.
+    """Faults of a block pool, a sentence each.
 
-    `free` lists the pool's free blocks, `held` the blocks by kind of owner, each block under every kind that holds it.
+    `free`: the pool's free blocks. `held`: the blocks by kind of owner, each under every kind that holds it.
     """
     free_list = list(free)
     unowned = set(free_list)

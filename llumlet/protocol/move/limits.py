@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much may be on its way at once, in each direction.
+"""Limits of the moves in each direction.
 
-Limits hold for one direction of one instance: requests, tokens, and the share of the KV cache that those tokens take.
-`Slots` is the account: a migration takes its slot before anything else happens and gives it back when its machine is
-over. Both are keyed by the migration, so that neither can happen twice, whatever path a failure takes.
+A direction of an instance is limited in requests, tokens, and the share of the KV cache that those tokens take. `Slots`
+keeps the account: a migration takes its slot before anything else and returns it when its machine is over. Both are
+keyed by the migration, so that neither can happen twice on any path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llumlet.protocol.ids import MigrationId
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one direction may have on its way. None: no limit of that kind."""
+    """Limits of one direction. None sets no limit."""
 
     max_requests: int | None = None
     max_tokens: int | None = None
@@ -30,7 +30,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slots:
-    """What is on its way in one direction. `busy` is the reason that a refusal carries."""
+    """The slots in use in one direction. `busy` is the reason of a refusal."""
 
     def __init__(self, limits: Limits, capacity_tokens: int, busy: Reason) -> None:
         self.limits = limits

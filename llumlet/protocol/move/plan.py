@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a migration is asked to be, and what its destination grants: the deadlines of both."""
+"""The parameters of a migration, and the deadlines that its destination grants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llumlet.protocol.ids import Epoch
 
 
 class Method(enum.StrEnum):
-    """How the KV cache gets to the destination."""
+    """Ways of bringing the KV cache to the destination."""
 
     LIVE = "live"
     """Copied in rounds while the request decodes; frozen only for the rest."""
@@ -22,7 +22,7 @@ class Method(enum.StrEnum):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one migration was asked to be. Fields `…_s` without a comment are deadlines of states."""
+    """The parameters of one migration. Fields `…_s` without a comment are deadlines of states."""
 
     method: Method
     epoch_next: Epoch
@@ -32,7 +32,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     """Bytes of the states that change with every step: they are copied last, of a frozen request. 0: it has none."""
     stall_budget_s: float = 0.2
-    """How long the last copy may hold the stream up."""
+    """Longest stall of the stream by the last copy."""
     force: bool = False
     """Move although the last copy will take longer."""
     max_rounds: int = 16
@@ -47,18 +47,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The destination decides without its loop; if it is late, the fence decides."""
     fence_s: float = 30.0
     ask_s: float = 1.0
-    """How often the origin is asked."""
+    """Time between two questions to the origin."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a destination grants, the same for all migrations."""
+    """A destination's terms, the same for all migrations."""
 
     block_size: int
     """Tokens of a row."""
     has_states: bool = False
-    """Whether something is left to be copied last in any case: states that change with every step."""
+    """True if states, which change with every step, must always be copied last."""
     lease_s: float = 30.0
     admit_s: float = 2.5
-    """How long the loop may take to begin an admission."""
+    """Longest time for the loop to begin an admission."""
     tombstone_s: float = 600.0
-    """How long a settled record is kept: longer than `Plan`'s deadlines from Commit to the end of the fence summed."""
+    """Time for which a settled record is kept: longer than the sum of `Plan`'s deadlines from Commit to the end of the
+    fence."""

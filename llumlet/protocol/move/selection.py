@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests a move takes, when it is asked for by rule instead of by name.
+"""Selects the requests of a move by rule.
 
-A rule is a unit, a value and an order: "requests worth 2,048 tokens, shortest first". The order says which requests are
-looked at, and in which sequence; the value is a budget in the unit. A request is taken while the total stays within the
-budget and skipped if it does not fit, so a selection never exceeds what was asked for, with one exception: if nothing
-fits, the first in order is taken alone. Otherwise a request longer than the budget could never move.
+A rule is a unit, a value and an order: "requests worth 2,048 tokens, shortest first". The order selects and sorts
+requests; the value is a budget in the unit. A request is taken while the total stays within the budget and skipped if
+it does not fit. If none fits, the first one is taken alone, since otherwise a long request could never move.
 
-Urgent requests run on where they are as long as others run there that could move: these make room for them, not the
-other way round. What waits loses nothing by a move, and has its turn whatever it is.
+Urgent requests stay while others that could move run there: these make room for them. Waiting requests lose nothing by
+a move, and are taken whatever their priority.
 
-`num_tokens` is what the request's KV cache holds or will hold: prompt and output, each token counted once.
+`num_tokens`: what the request's KV cache holds or will hold, each token of prompt and output counted once.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MOST = 1 << 62
 
 
 class Unit(enum.StrEnum):
-    """What the value counts."""
+    """The unit of the value."""
 
     NUM_REQ = "NUM_REQ"
     TOKEN = "TOKEN"
@@ -86,7 +85,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def value_fault(unit: Unit, value: float) -> str:
-    """What is wrong with a value in this unit, as the end of a sentence that names it; empty if nothing is."""
+    """The fault of a value in this unit, to follow its name; "" if there is none."""
     if unit is Unit.RATIO:
         return "" if 0 < value <= 1 else f"{value:g} is not in (0, 1]"
     if not math.isfinite(value) or value != int(value):

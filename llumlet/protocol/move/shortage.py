@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine that lacks blocks for its next step waits for a move, or preempts.
+"""Decides if an engine that lacks blocks for its next step waits for a move, or preempts.
 
-Where a request is on its way out, its blocks come free in a moment; to preempt another one for them would cost a
-prefill. Where none is, a status asks for one, if anybody reads statuses, and somebody may answer. Neither is waited for
-longer than it is worth:
+A request that is moving out frees its blocks in a moment, where preempting another one would cost a prefill. Otherwise
+a status asks for a move, if there is a reader of statuses. The engine waits no longer than that is worth:
 
-    no move under way    ASK_SECONDS for one to begin, if the last question was not in vain lately
+no move under way    ASK_SECONDS for one to begin, unless the last question was recently in vain
     a move under way     HOLD_SECONDS, from the beginning of the shortage
-    after that           the engine preempts, and waits for nothing until there are blocks for everybody again
+    after that           the engine preempts, and does not wait before all requests have blocks again
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ HOLD_SECONDS: Final = 0.3
 """The longest gap that a shortage makes in a stream. To compute a victim again takes all others of its batch about as
 long, and the victim itself many times that."""
 UNHEARD_SECONDS: Final = 10.0
-"""How long after a question that nobody answered none is waited for."""
+"""Time after an unanswered question for which the engine does not wait again."""
 
 
 class Shortages:
@@ -36,8 +35,8 @@ class Shortages:
         self._saw_move = self._is_given_up = False
 
     def waits(self, now_s: float, num_preemptions: int, *, moving: bool, asks: bool) -> bool:
-        """Blocks are lacking now, for the step to come: whether those that need them are to be left out of it.
-        `moving`: blocks will be given back by a move; `asks`: somebody reads statuses."""
+        """Decides if requests that lack blocks are left out of the next step. `moving`: a move will free blocks;
+        `asks`: statuses have a reader."""
         if not self.is_open:
             self.is_open, self._since_s, self._preemptions_before = True, now_s, num_preemptions
             self._saw_move = self._is_given_up = False
@@ -55,7 +54,7 @@ class Shortages:
         return not self._is_given_up
 
     def over(self, num_preemptions: int) -> None:
-        """There are blocks for everybody in the step to come."""
+        """Notes that all requests have blocks for the next step."""
         if self.is_open and self._saw_move and num_preemptions == self._preemptions_before:
             self.num_averted += 1
         self.is_open = False

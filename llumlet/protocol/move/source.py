@@ -80,7 +80,7 @@ IN_DOUBT = frozenset({State.COMMITTING, State.WITHDRAWING, State.FENCING})
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of the request. `reason` is None exactly when it moved."""
+    """The outcome of a move. `reason` is None exactly when it moved."""
 
     state: State
     reason: Reason | None = None
@@ -104,9 +104,9 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         self._lease_s = 0.0
         self._pinned = False
         self._heard = True
-        """Whether the destination has said anything since Commit, or since it was last asked whether it has decided."""
+        """True if the destination has answered since Commit, or since it was last asked if it has decided."""
         self._reprieves = 0
-        """How often Commit's deadline may still be put off."""
+        """Number of times that Commit's deadline may still be postponed."""
         self._reason: Reason | None = None
         self._detail = ""
 

@@ -74,7 +74,7 @@ class Verdict:
 
 
 class Gate:
-    """One per request, in its origin."""
+    """The gate of one request at its origin."""
 
     def __init__(self, max_buffered: int = 256) -> None:
         self.next_index = 0
@@ -119,8 +119,8 @@ class Gate:
         return Verdict(deliver=(delivered, *self._drain()), stale=stale)
 
     def fence(self, epoch: Epoch) -> Epoch | None:
-        """The owner before `epoch` asks whether it has begun; if not, it never will, and the answer is the epoch that
-        the asker goes on under. None: it has, or the request is `finished`."""
+        """Answers the owner before `epoch`: None if that epoch has started or the request is `finished`; otherwise it
+        is barred, and the answer is the epoch under which the asker continues."""
         if self.finished:
             return None
         raised = self._raised.get(epoch)
@@ -129,7 +129,7 @@ class Gate:
         return None if raised is None or self.is_barred(raised) else raised
 
     def depose(self) -> Epoch:
-        """The owner is lost: bar every epoch there was. Returns the one that goes on, from `next_index`."""
+        """Bars every epoch so far, as the owner is lost. Returns the epoch that continues from `next_index`."""
         self._buffer.clear()
         self._bases.clear()
         raised = self._raise_term(since=HOME)
@@ -148,8 +148,8 @@ class Gate:
         return raised
 
     def _bar(self, since: Epoch, until: Epoch) -> None:
-        """Ranges that touch are one. Past `MAX_BARRED`, which takes a peer that makes epochs up, a range swallows the
-        one before it, if nobody was adopted between the two."""
+        """Adds a range, joined with those that it touches. Past `MAX_BARRED`, which takes a peer that invents epochs, a
+        range absorbs the one before it if no epoch was adopted between them."""
         kept = []
         for first, last in self._barred:
             if last < since or until < first:
@@ -164,7 +164,7 @@ class Gate:
         self._barred = [*kept, (since, until)]
 
     def is_barred(self, epoch: Epoch) -> bool:
-        """Whether everything of this epoch is stale."""
+        """True if everything of this epoch is stale."""
         return any(since <= epoch < until for since, until in self._barred)
 
     def _adopt(self, arrival: Arrival) -> bool:
@@ -186,7 +186,7 @@ class Gate:
         return min((base for other, base in self._bases.items() if other > epoch), default=1 << 62)
 
     def _deliver(self, arrival: Arrival) -> Delivery | None:
-        """What of this arrival is next; None if nothing is."""
+        """The next part in this arrival; None if there is none."""
         end = min(arrival.end, self._bound(arrival.epoch))
         skip = max(0, self.next_index - arrival.first)
         count = end - arrival.first - skip
@@ -205,7 +205,7 @@ class Gate:
         return Delivery(arrival.payload, skip, count, finished)
 
     def _drain(self) -> list[Delivery]:
-        """What waited for the tokens that have come."""
+        """Buffered arrivals that are next now."""
         deliveries = []
         waiting = sorted(self._buffer, key=lambda early: (early.first, early.end))
         self._buffer = []

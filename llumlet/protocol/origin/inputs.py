@@ -27,13 +27,13 @@ class SendPart(msgspec.Struct, frozen=True):
 
 
 class Inputs:
-    """Those of the streams of one API server process."""
+    """The inputs of the streams of one API server process."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
     def add(self, stream: Stream, part: object) -> list[SendPart]:
-        """One more has come. What is to be sent, if the request is not at home."""
+        """Adds a part. Returns the messages to send, if the request has left its home engine."""
         return [*_send(stream, [_input_of(stream).add(part)])]
 
     def end(self, stream: Stream) -> list[SendPart]:

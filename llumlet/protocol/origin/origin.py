@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The origin: what an API server decides about the requests whose clients it holds, wherever they run.
+"""The origin: an API server's decisions about the requests whose clients it holds, wherever they run.
 
-It keeps a gate and the delivered tokens of every stream (`streams`), knows the engines that it has heard of (`owners`),
-sees which streams have lost theirs, raises their terms and has them replayed, each by a machine of its own (`replay`),
-spread over the engines that are left (`placement`), suspects one at a time (`suspects`).
+It keeps a gate and the delivered tokens of every stream (`streams`), knows engines (`owners`), finds streams that have
+lost theirs, raises their terms and has them replayed, each by its own machine (`replay`), spread over the remaining
+engines (`placement`), suspects one at a time (`suspects`).
 
-Something happens, and is told with the time at which it did: outputs, messages, answers, a look several times a second,
-a timer that `due` asked for. What is to be done about it is taken with `ready` afterwards, in order:
+Events carry their time: outputs, messages, answers, a periodic look, a timer that `due` asked for. The resulting
+effects are then taken with `ready`, in order:
 
-    origin.hear(identity, message, now)
+origin.hear(identity, message, now)
     for effect in origin.ready(): …
 
-What outputs release is in it too (`Deliver`), for whoever carries effects out before the next event cannot reorder
-tokens. Of outputs of the home engine, which vLLM has in its hands, `take_home` says at once what is left of them.
+Released outputs are among them (`Deliver`): a shell that carries out all effects before the next event cannot reorder
+tokens. For outputs of the home engine, which vLLM holds, `take_home` returns the remaining ones at once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Whether nobody listens any more where this engine's llumlet did. Answered with `probed`."""
+    """Asks if an engine's llumlet has stopped listening. Answered with `probed`."""
 
     owner: Owner
 
@@ -82,7 +82,7 @@ OriginEffect = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What an origin asks and tells its process. None of it waits."""
+    """The interface of an origin to its process. None of it waits."""
 
     check: Check
     complain: Complain
@@ -92,11 +92,11 @@ class Surroundings:
     room: Callable[[], Mapping[str, int]]
     """Room at some of them: tokens of KV cache that nothing is waiting for."""
     takes_aborts: Callable[[], bool]
-    """Whether an engine that gives a request up, unasked, is one that is lost; not while it is told to abort all."""
+    """True if an engine that gives a request up unasked counts as lost; false while it was told to abort all."""
 
 
 class Origin:
-    """One per API server process."""
+    """The origin of one API server process."""
 
     replay_class: type[Replay] = Replay
 
@@ -145,7 +145,7 @@ class Origin:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests look for an engine."""
+        """True if requests are looking for an engine."""
         return bool(self.replays)
 
     # Streams and their outputs
@@ -196,7 +196,7 @@ class Origin:
         self.suspects.came_after(stream.request_id, num_deaths, self.home_of(stream))
 
     def take_home(self, outputs: Sequence[HomeOutput], weight_version: str | None, now: float) -> TakenHome | None:
-        """What of a step's outputs of the own engine goes to the clients; None: all of them, untouched."""
+        """The outputs of the own engine's step for clients; None: all of them, unchanged."""
         self._around.now = now
         return self.streams.take_home(outputs, weight_version, self._gave_up)
 
@@ -245,7 +245,7 @@ class Origin:
     # Lost owners
 
     def look(self, now: float) -> None:
-        """Several times a second: probe who is silent, and let orphans go on elsewhere."""
+        """Several times a second: probes silent engines, and has orphans continue elsewhere."""
         self._around.now = now
         for owner in self.owners.all():
             silent = owner.silence(now) > PROBE_SECONDS and not owner.parted
@@ -258,7 +258,7 @@ class Origin:
         self.suspects.advance()
 
     def forgive(self, seconds: float, now: float) -> None:
-        """This process has stood still for so long and heard nobody: that is nobody's silence."""
+        """Extends all limits by `seconds` in which this process stood still."""
         for owner in self.owners.all():
             owner.forgiven = min(now - owner.last_heard, owner.forgiven + seconds)
         for replay in self.replays.values():
@@ -309,7 +309,7 @@ class Origin:
         return list(dict.fromkeys(alive + peers))
 
     def _gave_up(self, stream: Stream) -> bool:
-        """An engine ends a request as aborted, which nobody here has asked for: it shuts down, say."""
+        """Handles a request that its engine aborted unasked, for example at its shutdown."""
         if not self._surroundings.takes_aborts():
             return False
         if stream.request_id in self.replays:
@@ -347,7 +347,7 @@ class Origin:
         self._feed(stream.request_id, words.ReplayBegun())
 
     def _dies(self, stream: Stream, lost: Owner, ends: bool = False) -> bool:
-        """Whether the request is the death of its engines, and was ended for that; else it may be a suspect now."""
+        """True if the request crashes its engines and was ended for that; otherwise it may be a suspect now."""
         steps = steps_of(lost, self._around.now, self._surroundings.read_steps, ends)
         if steps is None:
             return False
@@ -368,7 +368,7 @@ class Origin:
         self._dismiss_all(owner, [(stream.request_id, stream.epoch)])
 
     def _dismiss_all(self, owner: Owner, requests: list[tuple[str, Epoch]]) -> None:
-        """One that has not been heard of yet is told when it is."""
+        """Dismisses all requests. An engine that is not known yet is told when it is."""
         if owner.identity:
             self._effects.append(Send(owner.identity, wire.Dismissal(requests)))
 
@@ -380,21 +380,21 @@ class Origin:
     # Replays
 
     def answered(self, request_id: str, attempt: int, event: words.ReplayEvent, now: float) -> None:
-        """What came of an attempt's call. That of a former attempt says nothing."""
+        """Notes the result of an attempt's call. Former attempts are ignored."""
         self._around.now = now
         replay = self.replays.get(request_id)
         if replay is not None and replay.attempt == attempt:
             self._feed(request_id, event)
 
     def tick(self, now: float) -> None:
-        """Time has passed: timers whose time has come fire."""
+        """Fires the timers that are due."""
         self._around.now = now
         for (request_id, name), when in list(self._timers.items()):
             if when <= now and self._timers.pop((request_id, name), None) is not None:
                 self._feed(request_id, TimerFired(name))
 
     def _settle(self) -> None:
-        """Replays of streams that have ended end; whoever's turn, or place, has come goes on."""
+        """Ends replays of ended streams, and continues those whose turn or place has come."""
         while True:
             for request_id, replay in list(self.replays.items()):
                 if replay.state is not State.CLOSING and not self.streams.is_open(replay.stream):

@@ -24,7 +24,7 @@ another life of it may be there."""
 
 
 STUCK_SECONDS = 1.5
-"""A silent engine whose step is older hangs in it; if it is younger, the engine gets on and was cut off."""
+"""Age of the step of a silent engine above which it is hung there; with a younger step, the engine was cut off."""
 
 ReadSteps = Callable[[str], LastSteps | None]
 """The record of the life of an engine with this incarnation; None if it cannot be read here."""
@@ -32,7 +32,7 @@ ReadSteps = Callable[[str], LastSteps | None]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Owner:
-    """One engine process. `identity` is its present address on the ROUTER socket and changes when it reconnects."""
+    """An engine process. `identity` is its present address on the ROUTER socket and changes when it reconnects."""
 
     instance: str
     incarnation: str
@@ -44,18 +44,18 @@ class Owner:
     last_heard: float = 0.0
     """Its last sign of life, in seconds of this process's monotonic clock."""
     forgiven: float = 0.0
-    """Seconds since then in which this process stood still and could hear nobody."""
+    """Seconds since then in which this process stood still and could hear no engine."""
     health: Health = Health.OK
     """The health of its loop, as of its last heartbeat."""
     hung_since: float = 0.0
     """The time at which it said first that it hangs."""
     dead: str = ""
-    """How we know that the process is gone; it does not come back."""
+    """Evidence that the process is gone; it does not come back."""
     dead_since: float = 0.0
     parted: bool = False
-    """Whether it has nothing of ours, has said so, and is silent until it has: that says nothing of how it is."""
+    """True if the engine has announced that it has none of our requests and will be silent."""
     last_steps: LastSteps | None = None
-    """The last steps of a dead one, once somebody has asked."""
+    """The last steps of a dead engine, once they were read."""
 
     def died(self, how: str, now: float) -> None:
         if not self.dead:
@@ -74,9 +74,8 @@ class Owner:
         self.health = health
 
     def why_lost(self, now: float, patience: float = 0.0, since: float = 0.0) -> str | None:
-        """Why its requests should go on elsewhere; None while it lives. `patience` in seconds is for who only may be
-        lost: hangs and silence can end. What it said of its loop before `since`, when the request came, says nothing.
-        """
+        """The reason why its requests should continue elsewhere; None while it lives. `patience`: seconds for hangs and
+        silence, which can end. What it said about its loop before `since`, when the request came, is ignored."""
         if self.dead:
             return self.dead
         if self.health is Health.HUNG and self.last_heard >= since and now - self.hung_since >= patience:
@@ -85,19 +84,19 @@ class Owner:
         return f"nothing heard of it for {silent:.1f} s" if silent > LOST_SECONDS + patience else None
 
     def may_have_cache(self, now: float) -> bool:
-        """Whether the KV cache of its requests may still be read: its loop hangs, and its other threads do not."""
+        """True if the KV cache of its requests may still be readable: its loop hangs, and its other threads do not."""
         return not self.dead and self.health is Health.HUNG and self.silence(now) <= SUSPECT_SECONDS
 
     def takes_requests(self, now: float) -> bool:
-        """Whether it makes sense to send it something new."""
+        """True if it can be sent new requests."""
         return not self.dead and self.health is Health.OK and self.silence(now) <= SUSPECT_SECONDS
 
     def is_ailing(self, now: float) -> bool:
-        """Whether it is known that it makes none."""
+        """True if it is known to make no progress."""
         return not self.parted and not self.takes_requests(now) and self.silence(now) <= FORGOTTEN_SECONDS
 
     def may_take_requests(self, now: float) -> bool:
-        """Whether it makes sense to try: it does, or parted from us without ado."""
+        """True if it is worth trying: it takes requests, or parted without a fault."""
         return self.takes_requests(now) or (self.parted and not self.dead)
 
 
@@ -129,7 +128,7 @@ class Owners:
         return owner
 
     def expected(self, instance: str, incarnation: str, llumlet: str, now: float) -> Owner:
-        """An engine that somebody named: it should be heard of soon."""
+        """An engine that another one named, and that should be heard of soon."""
         owner = self._by_name.get((instance, incarnation))
         if owner is None:
             owner = self._by_name[instance, incarnation] = Owner(
@@ -152,12 +151,12 @@ class Owners:
         return max(lives, key=lambda owner: owner.last_heard, default=None)
 
     def at_llumlet(self, llumlet: str) -> Owner | None:
-        """Whoever was heard of last among those whose llumlet is at this address."""
+        """The engine heard of last whose llumlet is at this address."""
         lives = [owner for owner in self._by_name.values() if owner.llumlet == llumlet]
         return max(lives, key=lambda owner: owner.last_heard, default=None)
 
     def at(self, identity: bytes) -> Owner | None:
-        """Who speaks on this connection, if they have said so."""
+        """The engine on this connection, if it has identified itself."""
         return self._by_identity.get(identity)
 
     def _forget(self, owner: Owner) -> None:

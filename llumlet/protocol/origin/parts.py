@@ -36,5 +36,5 @@ class Input:
             del self.kept[number]
 
     def numbers_from(self, first: int) -> range:
-        """Those of the parts from there on, that of the end of the input among them."""
+        """Numbers of the parts from `first` on, including the end of the input."""
         return range(first, self.count + self.is_over)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several engines gets the request of a lost one, and how many are on their way to each.
+"""Distributes the requests of a lost engine over others, and limits how many are on their way to each.
 
-When an engine dies, all its streams ask at once. Each API server has its own only, and a view of the others' load that
-is seconds old; so nobody picks "the best" engine, which all would pick. An API server gives every engine a share of
-what it sends that is proportional to the room there, and a hash decides where a share begins: weighted rendezvous
-hashing, by which API servers that know nothing of each other spread what they send. Only for what an engine has cached
-of a request it is preferred, and only as long as that outweighs what it was sent beyond others.
+When an engine dies, all its streams look for another at once. An API server knows only its own and has loads that are
+seconds old, so picking "the best" engine would send all to the same. Instead each engine gets a share proportional to
+its room, and a hash decides where a share begins (weighted rendezvous hashing), so that independent API servers spread
+their requests. An engine with cached tokens of a request is preferred only while these outweigh its surplus of sent
+tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from collections.abc import Mapping, Sequence
 IN_FLIGHT = 8
 """Attempts of one API server at one engine at a time: enough to keep its helper threads busy."""
 SENT_SECONDS = 10.0
-"""How long what was sent is counted: what the CMS says of the load is by then newer than that."""
+"""Time for which sent requests count, until the CMS's load includes them."""
 SHUN_SECONDS = 2.0
-"""How long an engine that did not take a request is asked after all others."""
+"""Time for which an engine that refused a request is asked last."""
 _NOTHING: Mapping[str, int] = {}
 
 
 class Placement:
-    """Requests on their way to engines, of one API server process. `come` says who may go since it was last asked."""
+    """Requests on their way to engines, of one API server process. `come` names those that may go since the last
+    call."""
 
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = defaultdict(_Engine)
@@ -37,8 +38,8 @@ class Placement:
     def ranked(
         self, request_id: str, num_tokens: int, addresses: Sequence[str], room: Mapping[str, int], now: float
     ) -> list[str]:
-        """The engines, whom to ask first at the head. `room` is what is known of the free KV cache by address, in
-        tokens; who is not in it counts as one with the usual room."""
+        """The engines in the order in which to ask. `room`: known free KV cache tokens by address; an unknown engine
+        counts as having the usual room."""
         usual = sum(room.values()) / len(room) if room else 1.0
 
         def key(address: str) -> tuple[bool, float]:
@@ -58,8 +59,8 @@ class Placement:
         now: float,
         cached: Mapping[str, int] = _NOTHING,
     ) -> str:
-        """Whom to ask, of at least one: the first by rank, unless another one has more of the tokens `cached`, by more
-        than it was sent beyond the first. So those that begin alike do not all go to who had their prefix first."""
+        """Chooses an engine, of at least one: the first by rank, unless another has more of the tokens `cached` by more
+        than its surplus of sent tokens. So requests with a common prefix do not all go to its first holder."""
         first = self.ranked(request_id, num_tokens, addresses, room, now)[0]
         sent_to_first = self._num_sent(first, now)
 
@@ -86,7 +87,7 @@ class Placement:
         self._let_in(engine)
 
     def is_stale(self, request_id: str) -> bool:
-        """Whether the engine has turned others down since it was chosen: better choose again."""
+        """True if the engine has refused others since it was chosen, so that a new choice is better."""
         visit = self._visits[request_id]
         return self._engines[visit.address].shunned_at > visit.chosen_at
 
@@ -116,7 +117,7 @@ class Placement:
         self._let_in(engine)
 
     def come(self) -> list[str]:
-        """Requests whose turn it is to go where they have been sent."""
+        """Requests that may go to their chosen engines now."""
         come, self._come = [request_id for request_id in self._come if request_id in self._visits], []
         return come
 

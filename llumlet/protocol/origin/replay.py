@@ -40,17 +40,17 @@ from llumlet.protocol.recovery.suspects import Suspects
 from llumlet.protocol.wire import Health
 
 CALL_SECONDS = 5.0
-"""How long nothing is heard of an engine that was asked, before another one is."""
+"""Silence of an asked engine after which another one is asked."""
 ATTEMPT_SECONDS = 25.0
 """Time for the answer of an engine that is heard of: building the request, its grammar included, and a turn of its
 loop."""
 IDENTIFY_SECONDS = 1.0
 COMPARE_SECONDS = 0.5
-"""For the slowest answer; who has a connection to all of them knows after a few milliseconds."""
+"""Longest wait for answers. With connections to all engines, they come within milliseconds."""
 MOST_COMPARED = 4
 WATCH_SECONDS = 0.25
 REPLAY_SECONDS = 60.0
-"""How long it is tried, once no engine has taken the request, before the client gets an error."""
+"""Time after which a request that no engine has taken ends with an error."""
 RETRY_SECONDS = 0.2
 HOPELESS = frozenset({Reason.INVALID_REQUEST})
 """Refusals that every engine would give."""
@@ -84,8 +84,8 @@ class State(enum.StrEnum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Around:
-    """What all replays of an origin share. `dies` is told of a request whose new owner was lost, or says that it ends,
-    before it answered; it says whether that is the end of the request."""
+    """The shared context of an origin's replays. `dies` is called for a request whose new owner was lost, or announced
+    its end, before it answered; it returns true if that ends the request."""
 
     streams: Streams
     owners: Owners
@@ -99,10 +99,10 @@ class Around:
 
 
 class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
-    """`lost`: who is asked last; `digest`: which engines fit."""
+    """`lost`: the engine to ask last. `digest`: the engines that fit."""
 
     compares_from: ClassVar[int] = 256
-    """Tokens from which on it is asked who has them cached: fewer are computed in the time that asking takes."""
+    """Number of tokens from which on engines are asked for cached ones; fewer are computed in the time of asking."""
 
     def __init__(self, around: Around, stream: Stream, lost: Owner | None, digest: str) -> None:
         super().__init__(State.NEW)
@@ -113,15 +113,15 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         self._lost = lost
         self._digest = digest
         self._holder: Owner | None = None
-        """Who may still have its KV cache."""
+        """The engine that may still have its KV cache."""
         self._cached: Mapping[str, int] | None = None
-        """How many of its tokens engines have cached, by address, once they were asked."""
+        """Tokens of it that engines have cached, by address, once they were asked."""
         self._asked: set[str] = set()
         self._address = ""
         self._give_up_at: float | None = None
-        """The time from which on it is given up, if nobody takes it."""
+        """Time at which it is given up."""
         self._hopeless = False
-        """Nobody would take it."""
+        """True if no engine would take it."""
         self._has_had_turn = False
         self._looked_for: Owner | None = None
         self._asked_at = 0.0
@@ -144,8 +144,8 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return []
 
     def _left(self) -> list[str]:
-        """Llumlets to choose from; for a suspect, those at whose engines no request is on trial, if there are any. The
-        lost engine may come back: it is a choice if no other is left."""
+        """Llumlets to choose from. For a suspect, those of engines without a trial, if there are any. The lost engine
+        may have returned, and is a choice if no other is left."""
         targets = self._around.targets
         left = [address for address in targets(self._lost) if address not in self._asked]
         left = left or [address for address in targets(None) if address not in self._asked]
@@ -155,13 +155,13 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return [address for address in left if address not in taken] or left
 
     def _is_to_compare(self, event: w.TurnCame) -> bool:
-        """Whether it matters who takes it: it is long, and nobody may still have all of its KV cache."""
+        """True if the choice matters: the request is long, and no engine may still have all of its KV cache."""
         brings_cache = self._lost is not None and self._lost.may_have_cache(self._around.now)
         matters = self.stream.num_tokens >= self.compares_from and not brings_cache
         return matters and self._cached is None and not self.attempt and len(self._left()) > 1
 
     def _compare(self, event: w.TurnCame) -> list[w.ReplayEffect]:
-        """Asks who would be chosen, and first where it was sent at first: there its prompt may still be cached."""
+        """Asks the engines that could be chosen, and first its original one, which may have its prompt cached."""
         self._begin_with_turn()
         around, stream = self._around, self.stream
         ranked = around.placement.ranked(stream.request_id, stream.num_tokens, self._left(), around.room(), around.now)
@@ -217,7 +217,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return self._ask_turn(event)
 
     def _is_stranger(self, event: w.PlaceCame) -> bool:
-        """Whether it is on trial, and where it goes it is not known who would be its death."""
+        """True if the request is on trial and its engine's id is not known."""
         owner = self._around.owners.at_llumlet(self._around.placement.address_of(self.stream.request_id))
         return self._trial_tokens > 0 and (owner is None or bool(owner.dead))
 
@@ -370,7 +370,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return [*self._dismiss(), *self._next()]
 
     def _whose_end(self) -> Owner:
-        """Whose end the attempt may have been."""
+        """The engine that the attempt may have ended."""
         around = self._around
         owner = around.suspects.tried_at(self.stream.request_id) or around.owners.at_llumlet(self._address)
         return owner or Owner(self._address, incarnation="", identity=b"", llumlet=self._address)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a replay, and what it asks for: the alphabet of `replay`."""
+"""The events and effects of a replay: the alphabet of `replay`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llumlet.protocol.origin.streams import Stream
 
 
 class ReplayBegun(msgspec.Struct, frozen=True):
-    """The owner is lost, and everybody who had the request is barred."""
+    """The owner is lost, and all former owners are barred."""
 
 
 class TurnCame(msgspec.Struct, frozen=True):
@@ -26,8 +26,7 @@ class TurnCame(msgspec.Struct, frozen=True):
 
 
 class CachedKnown(msgspec.Struct, frozen=True):
-    """How many tokens of the stream engines have in their prefix caches, by address. Who has not answered is left
-    out."""
+    """Tokens of the stream in engines' prefix caches, by address, without engines that have not answered."""
 
     num_tokens: dict[str, int]
 
@@ -37,7 +36,7 @@ class PlaceCame(msgspec.Struct, frozen=True):
 
 
 class Identified(msgspec.Struct, frozen=True):
-    """Who listens there."""
+    """The id of the engine that listens there."""
 
     instance: str
     incarnation: str
@@ -75,13 +74,13 @@ class GivenUpThere(msgspec.Struct, frozen=True):
 
 
 class GoneKnown(msgspec.Struct, frozen=True):
-    """Whether the process of an engine that did not answer is gone."""
+    """Tells if the process of an engine that did not answer is gone."""
 
     gone: bool
 
 
 class StreamEnded(msgspec.Struct, frozen=True):
-    """Nobody waits for the request any more."""
+    """The request has no client any more."""
 
 
 # Effects. An answer names the request and the attempt; one to a former attempt is none.
@@ -134,7 +133,7 @@ class Adopt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallOff(msgspec.Struct, frozen=True):
-    """Nobody waits for the answer to this attempt any more."""
+    """Ends an attempt whose answer is not awaited any more."""
 
     request_id: str
     attempt: int
@@ -149,7 +148,7 @@ class AskWhetherGone(msgspec.Struct, frozen=True):
 
 
 class AbortAt(msgspec.Struct, frozen=True):
-    """The engine has taken a request for which nobody waits."""
+    """Aborts a request that an engine took although it is not wanted any more."""
 
     request_id: str
     address: str
@@ -166,7 +165,7 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 
 class Level(enum.IntEnum):
-    """How grave a line is, as in `logging`."""
+    """The level of a log line, as in `logging`."""
 
     INFO = 20
     WARNING = 30

@@ -29,21 +29,21 @@ from llumlet.protocol.origin.owners import Owner
 from llumlet.protocol.origin.parts import Input
 
 GAP_SECONDS = 1.0
-"""How long tokens may be missing while later ones are here."""
+"""Time for which tokens may be missing while later ones are here."""
 HOPELESS_SECONDS = 30.0
 """After that they do not come, and if no engine can produce them again the client gets an error."""
 GRACE_SECONDS = 3.0
-"""How long other engines have to be heard of again when an owner is dead: this process may itself have been stopped."""
+"""Time for other engines to be heard of after an owner's death, as this process may itself have been stopped."""
 PATIENCE_SECONDS = 5.0
 """After one replay a hang has to last three times this before it counts again, after two 15 times, and so on."""
 WEIGHTS_SECONDS = 5.0
-"""How long a lost request waits for an engine whose weights are of the same version, before it takes any."""
+"""Time for which a lost request waits for an engine with the same weight version, before it takes any."""
 CONFIRM_SECONDS = 3.0
-"""How long the owner of a request that moved may leave it out of its heartbeats: six of them."""
+"""Time for which the owner of a moved request may omit it from its heartbeats: six of them."""
 
 
 class HomeOutput(Protocol):
-    """What a home engine's step produced for one request, as vLLM's own path brings it."""
+    """A home engine's output of one step for one request, as vLLM delivers it."""
 
     request_id: str
     new_token_ids: list[int]
@@ -54,7 +54,7 @@ class HomeOutput(Protocol):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Stream:
-    """One request whose client is here. `home` names the engine it was sent to."""
+    """A request whose client is here. `home` names the engine it was sent to."""
 
     request_id: str
     num_prompt_tokens: int
@@ -64,8 +64,8 @@ class Stream:
     never: str = ""
     """Why the request can never be started again somewhere else; empty if it can."""
     owes_prompt_logprobs: bool = False
-    """Whether its first output has to bring the log probabilities of its prompt, which only the engine has that
-    computed it."""
+    """True if its first output must bring the log probabilities of its prompt, which only the engine has that computed
+    it."""
     input: Input | None = None
     """Its input, if that comes in parts."""
     opened_at: float = 0.0
@@ -79,7 +79,8 @@ class Stream:
     """The version of the weights that the last of them are of, as their engine said."""
     gate: Gate | None = None
     owner: Owner | None = None
-    """Who runs the request, once it has moved; learnt from its outputs. None: the home engine, or unknown yet."""
+    """The engine that runs the request, once it has moved, from its outputs. None: the home engine, or not known
+    yet."""
     epoch: Epoch = HOME
     """The owner's epoch."""
     confirmed_at: float = 0.0
@@ -103,11 +104,11 @@ class Stream:
         return self.never
 
     def weights_wanted(self, now: float) -> str:
-        """The weight version that an engine must have to go on with this request; empty if any will do.
+        """The weight version that an engine must have to continue this request; "" if any will do.
 
-        Weights are updated engine by engine, and soon no engine may have the former ones. Then the request goes on with
-        others, as vLLM's own do that are running when weights change: vLLM's answer says which tokens are of which
-        version (`weight_versions`). Better so than an error.
+        Weights are updated engine by engine, and soon no engine may have the former ones. Then the request continues
+        with others, as vLLM's own running requests do: the answer says which tokens are of which version
+        (`weight_versions`).
         """
         return (self.weight_version or "") if now - self.deposed_at < WEIGHTS_SECONDS else ""
 
@@ -138,7 +139,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Orphan:
-    """A stream that nobody goes on with. `lost`: who is not to be asked to. `hopeless`: waiting longer is no use."""
+    """A stream without an owner. `lost`: the engine that must not be asked. `hopeless`: waiting longer is of no use."""
 
     stream: Stream
     reason: str
@@ -217,11 +218,10 @@ class Streams:
         return [stream for stream in closed if stream is not None]
 
     def take_home(self, outputs: Sequence[HomeOutput], weight_version: str | None, is_lost: IsLost) -> TakenHome | None:
-        """What the gates release of a step's outputs; None: all of them, untouched.
+        """The released outputs of an engine's step; None: all of them, unchanged.
 
-        Called for every engine step: without moved requests it costs one look-up and one list extension for each
-        output. `is_lost` is told of requests that their engine gave up although nobody asked it to, and says whether
-        they go on elsewhere.
+        Called for every step: without moved requests it costs a look-up and a list extension per output. `is_lost` is
+        called for requests that their engine gave up unasked, and returns true if they continue elsewhere.
         """
         streams = self._streams
         any_gated, failed = False, set[str]()
@@ -255,7 +255,7 @@ class Streams:
         return taken
 
     def take_batch(self, batch: wire.TokenBatch, owner: Owner, is_lost: IsLost, now: float) -> Taken:
-        """What the gates release of outputs that came over the relay."""
+        """The released outputs of those that came over the relay."""
         taken = Taken()
         for token in batch.outputs:
             stream = self._streams.get(token.request_id)
@@ -296,7 +296,7 @@ class Streams:
             stream.owned_by(owner, message.epoch, now)
 
     def orphans(self, home_of: Callable[[Stream], Owner | None], now: float) -> list[Orphan]:
-        """Streams that nobody goes on with. `home_of` knows the engine that a stream's request was sent to."""
+        """Streams without an owner. `home_of` returns the engine that a stream's request was sent to."""
         orphans = (self._orphan(stream, home_of, now) for stream in self._streams.values() if not stream.replaying)
         return [orphan for orphan in orphans if orphan is not None]
 
@@ -319,7 +319,7 @@ class Streams:
         return None
 
     def depose(self, stream: Stream, now: float) -> Epoch:
-        """Nobody who had the request counts any more. Returns the epoch of whoever goes on after `delivered`."""
+        """Bars all former owners of the request. Returns the epoch that continues after `delivered`."""
         if not stream.replaying:
             stream.deposed_at = now
         stream.replaying = True
@@ -335,7 +335,7 @@ class Streams:
             stream.gate.finish()
 
     def fence(self, question: wire.FenceQuestion, owner: Owner | None, now: float) -> wire.FenceAnswer:
-        """`owner` asks whether the epoch after its own has begun; if not, it goes on itself."""
+        """Answers `owner`, who asks if the epoch after its own has begun; if not, it continues itself."""
         stream = self._streams.get(question.request_id)
         if stream is None:
             return wire.FenceAnswer(question.question, question.request_id, finished=True)

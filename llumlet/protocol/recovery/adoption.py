@@ -32,7 +32,7 @@ MAX_ADOPTING = 32
 
 
 class Life(Protocol):
-    """One ownership of a request, or an attempt to begin one."""
+    """An ownership of a request, or an attempt to begin one."""
 
     @property
     def origin(self) -> str | None: ...
@@ -70,7 +70,7 @@ class WayMade(msgspec.Struct, frozen=True):
 
 
 class FormerLifeEnded(msgspec.Struct, frozen=True):
-    """One was, and is over by now."""
+    """A former life existed, and is over now."""
 
 
 class RequestBuilt(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class RequestAdded(msgspec.Struct, frozen=True):
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):
-    """What was asked for last could not be done."""
+    """The last requested effect failed."""
 
     reason: Reason
     detail: str = ""
@@ -154,7 +154,7 @@ AdoptionEffect = MakeWay | BuildRequest | FetchCache | AddRequest | FreeCache | 
 
 
 class Adoption(Machine[State, AdoptionEvent, AdoptionEffect]):
-    """`may_fetch`: the origin knows who may have the KV cache, and this engine can bring it."""
+    """`may_fetch`: the origin names an engine that may have the KV cache, and this engine can fetch it."""
 
     def __init__(self, may_fetch: bool) -> None:
         super().__init__(State.NEW)

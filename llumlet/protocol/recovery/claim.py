@@ -33,7 +33,7 @@ from llumlet.protocol.machine import Machine, install, rows
 
 LEASE = "lease"
 LEASE_SECONDS = 10.0
-"""Blocks of a claim are kept for so long if nobody ends it. A rescue has to be done in less."""
+"""Time for which a claim's blocks are kept if nobody ends it. A rescue must take less."""
 
 
 class State(enum.StrEnum):
@@ -49,19 +49,19 @@ class State(enum.StrEnum):
 
 
 class ClaimRequested(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that goes on with the request under `epoch` asks for it, and this is how it is found here."""
+    """An engine that continues the request under `epoch` asks for it, in the state that this describes."""
 
     epoch: Epoch
     in_model: bool
     """The loop waits for its model."""
     problem: tuple[Reason, str] | None = None
-    """What the request itself has against being taken at this moment."""
+    """The reason why the request cannot be taken at this moment."""
     present: Epoch | None = None
-    """The epoch under which it is here; None: nobody could take it from here."""
+    """The epoch under which it is here; None if it cannot be taken."""
     has_cache: bool = False
-    """Whether it runs and has output: the KV cache of all of its prompt is there."""
+    """True if it runs and has output, so that the KV cache of its whole prompt is there."""
     claimed: bool = False
-    """Whether another claim has it in this step."""
+    """True if another claim has it in this step."""
 
 
 class LoopWoke(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class LoopWoke(msgspec.Struct, frozen=True):
 
 
 class ClaimEnded(msgspec.Struct, frozen=True):
-    """Nobody reads the blocks any more."""
+    """The blocks are not read any more."""
 
 
 # Effects
@@ -89,7 +89,7 @@ class KeepBlocks(msgspec.Struct, frozen=True):
 
 
 class EndSilently(msgspec.Struct, frozen=True):
-    """The request is over here; nobody hears of it, and nothing that its last step computed is published."""
+    """Ends the request here without a message; outputs of its last step are dropped."""
 
 
 class GiveBack(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ class GiveBack(msgspec.Struct, frozen=True):
 
 
 class AnswerEnd(msgspec.Struct, frozen=True):
-    """Whether the blocks were the request's until now."""
+    """Tells if the blocks were the request's until now."""
 
     intact: bool
 

@@ -87,7 +87,7 @@ class CopyQuiet(msgspec.Struct, frozen=True):
 
 
 class ClaimSettled(msgspec.Struct, frozen=True):
-    """Whether the holder's blocks were the request's until it was asked; no answer in time is no."""
+    """Tells if the holder's blocks were the request's until it was asked; a late answer counts as no."""
 
     intact: bool
 
@@ -161,7 +161,7 @@ class Rescue(Machine[State, RescueEvent, RescueEffect]):
 
     @property
     def answered(self) -> bool:
-        """Whether the adoption can go on, or has to be refused: the state says which."""
+        """True if the adoption can continue or must be refused: the state tells."""
         return self.state in (State.FETCHED, State.WITHOUT, State.DRAINING, State.ABANDONED)
 
     def _computed(self, event: ClaimGranted) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine was doing when it was last heard of, as far as that can be known.
+"""The last known activity of an engine.
 
-A request that makes its engine die does so in a step, or while its grammar is compiled. The engine writes down who is
-in its steps where others can read it after its death; a name there is a hash of the request's id.
+A request crashes its engine in a step, or while its grammar is compiled. The engine records the requests in its steps
+where others can read them after its death; names are hashes of request ids.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ def name_of(request_id: str) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LastSteps:
-    """What an engine was doing when it wrote its record last."""
+    """An engine's last record of its activity."""
 
     under_way: frozenset[bytes] = frozenset()
     """Names of the requests that its model had been given and not returned."""
     compiling: frozenset[bytes] = frozenset()
-    """Names of those whose grammar was not compiled yet. That takes long at times and stops no step: it says something
-    of an engine that is dead, and nothing of one that is silent."""
+    """Names of requests whose grammar is being compiled. That may take long and stops no step: it matters for a dead
+    engine, not for a silent one."""
     anybody: bool = False
     """Any request of the engine may have been worked on: it was choosing whom to take, or more is not known."""
     began: float = 0.0
     """The time at which the model was given the oldest batch under way, in seconds of the machine's monotonic clock."""
     on_trial: bytes = NOBODY
     leaving: bool = False
-    """Whether it was on its way out: a drain, or a signal to end."""
+    """True if it was ending: a drain, or a signal."""
 
     def had(self, request_id: str) -> bool:
-        """Whether the request may be why the engine went no further."""
+        """True if the request may be why the engine stopped."""
         return self.anybody or name_of(request_id) in self.under_way | self.compiling
 
     def tried(self, request_id: str) -> bool:
-        """Whether the engine says that it was on trial there."""
+        """True if the engine records that the request was on trial there."""
         return self.on_trial == name_of(request_id)
 
     def tried_another(self, request_id: str) -> bool:
-        """Whether somebody else was on trial in these steps: then that is why."""
+        """True if another request was on trial in these steps, which then is to blame."""
         tried = self.on_trial
         return tried not in (NOBODY, name_of(request_id)) and (self.anybody or tried in self.under_way | self.compiling)
 

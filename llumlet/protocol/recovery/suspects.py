@@ -80,8 +80,8 @@ class Suspects(Generic[Engine]):
         self._trying: dict[str, _Case[Engine]] = {}
         self._come: list[str] = []
         self._cleared: dict[str, Engine] = {}
-        """Engine whose death another request's trial has explained, by request. The answer stays the same after that
-        other request has ended."""
+        """Requests whose engine's death was explained by another one's trial, with that engine. The answer stays after
+        the other one has ended."""
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -141,7 +141,7 @@ class Suspects(Generic[Engine]):
         return case.judgement
 
     def _is_explained(self, request_id: str, owner: Engine, steps: LastSteps) -> bool:
-        """Whether another request was on trial there; without the engine's record, another one of ours."""
+        """True if another request was on trial there; without the engine's record, another one of ours."""
         others = (case for case in self._trying.values() if case.request_id != request_id)
         return steps.tried_another(request_id) or any(
             case.at is owner and steps.had(case.request_id) for case in others

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that may have been the death of its last engine, on trial here: one at a time, whoever sends them.
+"""Trials of suspects at an engine: one at a time over all origins.
 
-It is on trial until it has survived as many tokens as its origin asks for. The record of the steps says who it is: if
-this engine dies of it, every origin that has requests in the same step knows that those are innocent.
+A suspect is on trial until it has survived as many tokens as its origin asks for. The record of steps names it: if it
+crashes this engine, all origins know that the other requests of the step are innocent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llumlet.protocol.errors import Reason, Refused
 
 
 class Tried(Protocol):
-    """What a trial needs of an engine's request."""
+    """The interface used of an engine's request."""
 
     @property
     def request_id(self) -> str: ...
@@ -36,7 +36,7 @@ class _Trial:
 
 
 class Trials:
-    """Trials at one engine, at most one open. `note` writes down who is tried: None, nobody is."""
+    """Trials at one engine, at most one open. `note` records the request on trial, or None."""
 
     def __init__(self, note: Callable[[str | None], None]) -> None:
         self._note = note
@@ -51,7 +51,7 @@ class Trials:
         self._note(request.request_id)
 
     def close(self, request: Tried) -> None:
-        """What was to be seen has been seen, or it has not become the scheduler's after all."""
+        """Ends the trial: it was survived, or the request did not reach the scheduler."""
         if self._open is not None and self._open.request is request:
             self._note(None)
             self._open = None

@@ -47,7 +47,7 @@ WITHIN_LLUMSCHED = {
     "cms": {"cluster"},
     "policy": {"cluster", "extensions", "request"},
     "prefix": {"cluster", "request"},
-    "foresight": {"cluster"},
+    "foresight": {"cluster", "latency"},
     "dispatch": {"causes", "cluster", "foresight", "latency", "model_memory", "policy", "prefix", "request"},
     "rescheduling": {"cluster", "cms", "extensions", "foresight", "http_form", "policy", "prefix"},
     "scaling": {"cluster", "policy"},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands name instances: by a llumlet's address, or by the id that the CMS knows."""
+"""Names of instances on a command line: by a llumlet's address, or by the id that the CMS knows."""
 
 from __future__ import annotations
 

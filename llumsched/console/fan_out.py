@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question to many llumlets at once."""
+"""Asks many llumlets one question at once."""
 
 from __future__ import annotations
 

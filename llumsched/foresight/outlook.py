@@ -14,6 +14,7 @@ from llumlet.contract.coming_steps import NUM_STEPS
 from llumlet.contract.types import InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.step_models import GONE_HALF_LIFE_S, EngineKind, kind_of
+from llumsched.latency.fading import Fading
 
 _MOST_NAMES: Final = 64
 """Largest number of remembered waiting requests."""
@@ -33,39 +34,12 @@ _sums_of: Final = operator.attrgetter("num_decode_steps", "decode_steps_requests
 
 
 @dataclass(slots=True)
-class _Ends:
-    """Discounted sums of all instances of one kind."""
-
-    unforeseen: float = 0.0
-    """Requests whose end was not foretold."""
-    decodes: float = 0.0
-    """Tokens decoded meanwhile."""
-    gone: float = 0.0
-    """Ended requests, and their tokens."""
-    gone_tokens: float = 0.0
-    noted_s: float = 0.0
-
-    def note(self, unforeseen: float, decodes: float, gone: float, gone_tokens: float, now_s: float) -> None:
-        kept = 0.5 ** ((now_s - self.noted_s) / GONE_HALF_LIFE_S)
-        self.unforeseen = self.unforeseen * kept + unforeseen
-        self.decodes = self.decodes * kept + decodes
-        self.gone, self.gone_tokens = self.gone * kept + gone, self.gone_tokens * kept + gone_tokens
-        self.noted_s = now_s
-
-    @property
-    def per_token(self) -> float:
-        return self.unforeseen / self.decodes if self.decodes else 0.0
-
-    @property
-    def mean_tokens(self) -> float:
-        return self.gone_tokens / self.gone if self.gone else 0.0
-
-
-@dataclass(slots=True)
 class _Told:
     """The last report of an instance."""
 
-    ends: _Ends
+    ends: Fading
+    """Sums over all instances of its kind: requests that ended without being foretold, tokens that were decoded
+    meanwhile, requests that ended, and the tokens of these."""
     sums: _EndSums
     waiting: frozenset[str]
     """Waiting requests; the first ones if there are many."""
@@ -96,7 +70,7 @@ class Outlook:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._ends: dict[EngineKind, _Ends] = {}
+        self._ends: dict[EngineKind, Fading] = {}
         self._told: dict[str, _Told] = {}
 
     def row(self, instance: Instance, before: Instance | None) -> Sequence[float]:
@@ -105,7 +79,7 @@ class Outlook:
         if told is None or status is None:
             return _NOTHING
         steps = len(status.coming_blocks[:NUM_STEPS])
-        learnt = told.ends.per_token, told.ends.mean_tokens
+        learnt = told.ends.ratio(0, 1, 0.0), told.ends.ratio(3, 2, 0.0)
         return (*learnt, told.is_stuck, steps, *_sums(status.coming_blocks), *_sums(status.coming_ends))
 
     def on_change(self, listener: Callable[[str], None]) -> None:
@@ -122,7 +96,7 @@ class Outlook:
             return
         told = self._told.get(instance.id)
         if told is None:
-            ends = self._ends.setdefault(kind_of(instance.metadata), _Ends())
+            ends = self._ends.setdefault(kind_of(instance.metadata), Fading(GONE_HALF_LIFE_S, 4))
             self._told[instance.id] = _Told(
                 ends,
                 _EndSums._make(_sums_of(status)),
@@ -152,7 +126,7 @@ class Outlook:
         steps, decodes, gone, gone_tokens = map(operator.sub, now, told.sums)
         if steps > 0 <= min(decodes, gone, gone_tokens):
             unforeseen = max(gone - sum(told.coming_ends[:steps]), 0)
-            told.ends.note(unforeseen, decodes, gone, gone_tokens, self._clock())
+            told.ends.add(self._clock(), unforeseen, decodes, gone, gone_tokens)
         if steps:
             told.sums, told.coming_ends = now, list(status.coming_ends)
 

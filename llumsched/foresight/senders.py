@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from llumsched.cluster.instance import Instance
+from llumsched.latency.fading import Fading
 
 _HALF_LIFE_S: Final = 10.0
 _FEWEST: Final = 10.0
@@ -26,21 +27,18 @@ class Senders:
         self._clock = clock
         self._newest: dict[str, str] = {}
         """The request that came last to each instance; "" if none was named."""
-        self._num_sent = self._num_come = 0.0
-        """Recent requests sent by this scheduler and by all, halved after each half-life."""
-        self._noted_s = clock()
+        self._lately = Fading(_HALF_LIFE_S, 2)
+        """Recent requests sent by this scheduler, and by all."""
 
     @property
     def number(self) -> float:
         """1 if this scheduler is alone. May be fractional."""
-        if self._num_sent < _FEWEST or self._num_come < _MORE_THAN_CHANCE * self._num_sent:
-            return 1.0
-        return self._num_come / self._num_sent
+        sent, come = self._lately.sums
+        return 1.0 if sent < _FEWEST or come < _MORE_THAN_CHANCE * sent else come / sent
 
     def sent(self) -> None:
         """Notes a request sent by this scheduler."""
-        self._age()
-        self._num_sent += 1
+        self._lately.add(self._clock(), 1, 0)
 
     def appeared(self, instance: Instance) -> None:
         self._newest.pop(instance.id, None)
@@ -58,14 +56,8 @@ class Senders:
                     break
                 num_new += 1
             if num_new:
-                self._age()
-                self._num_come += num_new
+                self._lately.add(self._clock(), 0, num_new)
         self._newest[instance.id] = names[-1] if names else newest or ""
 
     def left(self, instance: Instance) -> None:
         self._newest.pop(instance.id, None)
-
-    def _age(self) -> None:
-        now_s = self._clock()
-        kept = 0.5 ** ((now_s - self._noted_s) / _HALF_LIFE_S)
-        self._num_sent, self._num_come, self._noted_s = self._num_sent * kept, self._num_come * kept, now_s

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
+from llumsched.latency.fading import Fading
 from llumsched.latency.fitting import Coefficients, MeasuredStep
 from llumsched.latency.online import LearntModel, OnlineFit
 from llumsched.latency.profile import Profile
@@ -61,31 +62,9 @@ class _Fit:
     members: set[str] = field(default_factory=set)
     profile: Profile | None = None
     """The initial profile, unless it was given up."""
-    gone_tokens: float = 0.0
-    """Tokens of ended requests, discounted by age."""
-    kv_seconds: float = 0.0
-    """Tokens in decodes' KV caches times their seconds there, discounted by age."""
-    ended: float = 0.0
-    """Number of ended requests, discounted by age."""
-    decode_seconds: float = 0.0
-    """Decodes times their seconds, discounted by age."""
-    noted_s: float = 0.0
-
-    def note(self, *, gone_tokens: float, kv_seconds: float, ended: float, decode_seconds: float, now_s: float) -> None:
-        kept = 0.5 ** ((now_s - self.noted_s) / GONE_HALF_LIFE_S)
-        self.gone_tokens = self.gone_tokens * kept + gone_tokens
-        self.kv_seconds = self.kv_seconds * kept + kv_seconds
-        self.ended = self.ended * kept + ended
-        self.decode_seconds = self.decode_seconds * kept + decode_seconds
-        self.noted_s = now_s
-
-    @property
-    def gone_per_s(self) -> float:
-        return self.gone_tokens / self.kv_seconds if self.kv_seconds else math.nan
-
-    @property
-    def ended_per_s(self) -> float:
-        return self.ended / self.decode_seconds if self.decode_seconds else math.nan
+    ends: Fading = field(default_factory=lambda: Fading(GONE_HALF_LIFE_S, 4))
+    """Sums: tokens of requests that ended, tokens in the KV cache of decodes times how long they were there, requests
+    that ended, decodes times how long they were there."""
 
 
 class _Sums(NamedTuple):
@@ -158,7 +137,9 @@ class StepModels:
         model = self.model_of(instance)
         coefficients = _UNKNOWN if model is None else model.coefficients
         recent = self._recent.get(instance.id)
-        ends = (math.nan, math.nan) if recent is None else (recent.fit.gone_per_s, recent.fit.ended_per_s)
+        ends = (
+            (math.nan, math.nan) if recent is None else [recent.fit.ends.ratio(of, of + 1, math.nan) for of in (0, 2)]
+        )
         return (*coefficients, self._stretch(instance, coefficients), *ends)
 
     def on_change(self, listener: Callable[[str], None]) -> None:
@@ -262,10 +243,5 @@ class StepModels:
             old.decode_kv * kept + decode_kv,
             old.seconds * kept + seconds,
         )
-        recent.fit.note(
-            gone_tokens=now.gone_tokens - then.gone_tokens,
-            kv_seconds=decode_kv * seconds / steps,
-            ended=now.ended - then.ended,
-            decode_seconds=decodes * seconds / steps,
-            now_s=self._clock(),
-        )
+        ended = now.ended - then.ended, decodes * seconds / steps
+        recent.fit.ends.add(self._clock(), now.gone_tokens - then.gone_tokens, decode_kv * seconds / steps, *ended)

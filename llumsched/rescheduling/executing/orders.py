@@ -71,5 +71,5 @@ def num_tokens(request: RequestInfo) -> int:
 
 
 def _loses_nothing(request: RequestInfo) -> bool:
-    """Whether a request can be moved, and with the KV cache that it has."""
+    """True if a request can be moved with the KV cache that it has."""
     return request.movable and (request.moves_as != Mode.RECOMPUTE or request.phase in _WAITING)

@@ -31,7 +31,6 @@ from llumsched.policy.reader import PolicyError, Reader, is_own_file, parse_yaml
 from llumsched.rescheduling.planning.balance import MetricBalancePairs
 from llumsched.rescheduling.planning.failover import RoundRobinPairs
 from llumsched.rescheduling.planning.moves import Selection, selection_fault
-from llumsched.rescheduling.planning.packing import PackingPairs
 from llumsched.rescheduling.planning.pairs import PairSelector, pair_selector_fault
 from llumsched.rescheduling.rescheduling_config import OF_ONE_TYPE, LoadTarget, ReschedulingConfig, Scope
 
@@ -102,7 +101,9 @@ def _last_come_balance(metric: Metric) -> MetricBalancePairs:
     return MetricBalancePairs(metric, selection=Selection(Unit.NUM_REQ, Order.LCR, 1.0))
 
 
-def _pack(metric: Metric, limit: Any, *, empties: bool) -> PackingPairs:
+def _pack(metric: Metric, limit: Any, *, empties: bool) -> PairSelector:
+    from llumsched.rescheduling.planning.packing import PackingPairs  # only where a policy packs
+
     return PackingPairs(metric, number(limit), empties)
 
 

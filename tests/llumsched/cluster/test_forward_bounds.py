@@ -59,7 +59,7 @@ def told(fields: dict[str, object], on_its_way: Counters, known: Coefficients, e
     instance = Instance(cases.metadata("a", max_num_batched_tokens=batch), cases.status("a", **of_status), 0.0)
     outlook.appeared(instance)
     if ends_per_token:
-        outlook._told["a"].ends.note(ends_per_token, 1.0, ends_per_token, 1000.0 * ends_per_token, 0.0)
+        outlook._told["a"].ends.add(0.0, ends_per_token, 1.0, ends_per_token, 1000.0 * ends_per_token)
     table = standard_table(in_flight, Known(known), outlook)
     table.appeared(instance)
     return table

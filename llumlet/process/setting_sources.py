@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads settings from the command line, variables and a file, with all faults.
 
-A setting whose text cannot be read has a fault and no value; checks that depend on it are skipped (`check`). Standard
+A setting whose text cannot be read has a fault and its default; checks that look at it end there (`check`). Standard
 library only; YAML is imported when a file is read.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final, TypeVar
 
 from llumlet.process.kinds import faults_of
@@ -40,6 +42,24 @@ _OF_A_KUBERNETES_SERVICE: Final = re.compile(
 )
 
 
+class _Unread(Exception):
+    """A check looks at a setting that could not be read."""
+
+
+class _Seen:
+    """An object as a check sees it: without the settings that could not be read."""
+
+    def __init__(self, made: object, unread: Container[str]) -> None:
+        self._made, self._unread = made, unread
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._unread:
+            raise _Unread
+        of_class = inspect.getattr_static(type(self._made), name, None)
+        # Properties and methods see the same object.
+        return of_class.__get__(self) if isinstance(of_class, property | FunctionType) else getattr(self._made, name)
+
+
 class Reading:
     """The settings read for some classes."""
 
@@ -52,9 +72,10 @@ class Reading:
         """The source of each value by flag: the flag itself, a variable, or a line of the file."""
         self._values: dict[type, dict[str, Any]] = {}
         self._unread: dict[type, set[str]] = {}
+        """Fields that could not be read, by class."""
 
     def take(self, cls: type, sources: Mapping[str, tuple[str, Any]]) -> None:
-        values, unread = self._values.setdefault(cls, {}), self._unread.setdefault(cls, set())
+        values = self._values.setdefault(cls, {})
         for entry in entries(cls):
             if (said := sources.get(entry.setting.flag)) is None:
                 continue
@@ -64,33 +85,25 @@ class Reading:
                 value = entry.setting.kind.read(text)
             except ValueError as error:
                 self.faults += [fault for said in faults_of(error) if (fault := f"{where} {said}") not in self.faults]
-                unread.add(entry.field)
+                self._unread.setdefault(cls, set()).add(entry.field)
                 continue
             if entry.part:
                 value = replace(values.get(entry.field, entry.whole), **{entry.part: value})
             values[entry.field] = value
 
     def make(self, cls: type[T], **others: Any) -> T:
-        """An object, with `others` for settings that were not given. A setting that could not be read is missing: see
-        `check`."""
-        made = self.make_with_defaults(cls, **others)
-        for name in self._unread[cls]:
-            object.__delattr__(made, name)
-        return made
-
-    def make_with_defaults(self, cls: type[T], **others: Any) -> T:
-        """Like `make`, but uses the default for values that could not be read, so that checking can continue."""
+        """An object with the values that were read, else `others`, else defaults."""
         return cls(**(others | self._values[cls]))
 
     def check(self, check: Callable[..., Iterable[str]], *arguments: Any) -> None:
-        """Adds the faults that `check` finds in the made objects. It ends at a setting that could not be read, as that
-        has its fault already."""
+        """Adds the faults that `check` finds in the made objects. The check ends where it looks at a setting that could
+        not be read: that has its fault already, and its default would cause others."""
+        seen = [_Seen(each, unread) if (unread := self._unread.get(type(each))) else each for each in arguments]
         try:
-            for fault in check(*arguments):
+            for fault in check(*seen):
                 self.faults.append(fault)
-        except AttributeError as error:
-            if error.name not in self._unread.get(type(error.obj), ()):
-                raise
+        except _Unread:
+            pass
 
     def of_other_modes(self, mode: str) -> list[str]:
         """Faults of given settings that have no effect in `mode`."""

@@ -37,10 +37,10 @@ SETTINGS: Final = (DoctorOptions, Output)
 
 def prepare(reading: Reading) -> list[str]:
     """The arguments of `vllm-llumnix doctor`."""
-    options = reading.make_with_defaults(DoctorOptions)
+    options = reading.make(DoctorOptions)
     if reading.further and not options.model:
         reading.faults.append("flags after -- need --model")
-    words = ["--json"] * reading.make_with_defaults(Output).json + ["--adapt"] * options.adapt
+    words = ["--json"] * reading.make(Output).json + ["--adapt"] * options.adapt
     return [*words, *(["--model", options.model, "--", *reading.further] if options.model else [])]
 
 

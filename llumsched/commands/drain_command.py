@@ -69,7 +69,7 @@ class Drain:
 
 
 def prepare(reading: Reading) -> Drain:
-    options, cms = reading.make_with_defaults(DrainOptions), instances.cluster_of(reading)[0]
+    options, cms = reading.make(DrainOptions), instances.cluster_of(reading)[0]
     if options.instance and options.llumlet:
         reading.faults.append("INSTANCE and --llumlet exclude each other")
     if not (options.instance or options.llumlet):
@@ -80,7 +80,7 @@ def prepare(reading: Reading) -> Drain:
     if both := set(instance.places) & set(destinations.places):
         reading.faults.append(f"--llumlet and --to name the same llumlet, {both.pop()}")
     places = instances.Places([*instance.places, *destinations.places], cms)
-    return Drain(places, options.timeout_s, reading.make_with_defaults(Output).json)
+    return Drain(places, options.timeout_s, reading.make(Output).json)
 
 
 def run(drain: Drain, credentials: Credentials) -> int:

@@ -135,11 +135,11 @@ class Explanation:
 
 
 def prepare(reading: Reading) -> Explanation:
-    dry_run = reading.make_with_defaults(PassQuestion)
+    dry_run = reading.make(PassQuestion)
     reading.faults += _useless(reading, dry_run)
     asked = dry_run if dry_run.rescheduling else reading.make(RequestQuestion)
-    scheduler = dry_run.scheduler or reading.make_with_defaults(ClusterAddress).cluster
-    return Explanation(asked, scheduler, reading.make(AccessSettings), reading.make_with_defaults(Output).json)
+    scheduler = dry_run.scheduler or reading.make(ClusterAddress).cluster
+    return Explanation(asked, scheduler, reading.make(AccessSettings), reading.make(Output).json)
 
 
 def _useless(reading: Reading, dry_run: PassQuestion) -> Iterator[str]:

@@ -96,7 +96,7 @@ def cluster_of(reading: Reading) -> tuple[str, Address | None]:
 
     The command line overrides variables, also across the two settings.
     """
-    said, scheduler, cms = reading.given, reading.make_with_defaults(ClusterAddress).cluster, cms_of(reading)
+    said, scheduler, cms = reading.given, reading.make(ClusterAddress).cluster, cms_of(reading)
     is_later = said.get("--cluster") == "--cluster" and said.get("--cms") != "--cms"
     if not cms or is_later:
         return str(Address(scheduler.host, scheduler.port + 1)), scheduler
@@ -179,7 +179,7 @@ class Listing(Generic[T]):
     SETTINGS: tuple[type, ...] = (Named, ClusterAddress, Cms, Output)
 
     def prepare(self, reading: Reading) -> tuple[Places, bool]:
-        return named(reading), reading.make_with_defaults(Output).json
+        return named(reading), reading.make(Output).json
 
     def run(self, prepared: tuple[Places, bool], credentials: Credentials) -> int:
         places, as_json = prepared

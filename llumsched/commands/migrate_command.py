@@ -91,7 +91,7 @@ class Migration:
 
 
 def prepare(reading: Reading) -> Migration:
-    options, cms = reading.make_with_defaults(MigrateOptions), instances.cluster_of(reading)[0]
+    options, cms = reading.make(MigrateOptions), instances.cluster_of(reading)[0]
     texts = {"--from": options.source, "--to": options.destination}
     reading.faults += [
         f"{flag} INSTANCE is missing: its id, or its llumlet's HOST:PORT" for flag, text in texts.items() if not text
@@ -103,7 +103,7 @@ def prepare(reading: Reading) -> Migration:
     if options.stall_budget_ms is not None:
         request.stall_budget_ms = options.stall_budget_ms
     reading.check(selection.ask_for, chosen := reading.make(selection.RequestChoice), reading.given, request)
-    return Migration(ends, request, chosen.request, options.timeout_s, reading.make_with_defaults(Output).json)
+    return Migration(ends, request, chosen.request, options.timeout_s, reading.make(Output).json)
 
 
 def run(migration: Migration, credentials: Credentials) -> int:

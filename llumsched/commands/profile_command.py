@@ -63,10 +63,10 @@ SETTINGS: Final = (ProfileOptions, Output)
 
 
 def prepare(reading: Reading) -> tuple[ProfileOptions, bool]:
-    options = reading.make_with_defaults(ProfileOptions)
+    options = reading.make(ProfileOptions)
     if (options.llumlet is None) == (not options.endpoint):
         reading.faults.append("exactly one of --llumlet and --endpoint is needed")
-    return options, reading.make_with_defaults(Output).json
+    return options, reading.make(Output).json
 
 
 def run(prepared: tuple[ProfileOptions, bool], credentials: Credentials) -> int:

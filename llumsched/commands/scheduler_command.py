@@ -182,15 +182,15 @@ SETTINGS: Final = (process.SchedulerConfig, Dispatch, rescheduling.Switches, Res
 
 
 def prepare(reading: Reading) -> process.SchedulerConfig | None:
-    dispatch = reading.make_with_defaults(Dispatch)
+    dispatch = reading.make(Dispatch)
     reading.faults += reading.of_other_modes(dispatch.mode)
     switches, config = rescheduling.prepare(reading)
-    scaling = reading.make_with_defaults(ScalingConfig)
+    scaling = reading.make(ScalingConfig)
     reading.check(scaling_faults, scaling)
     reading.check(_rescheduling_faults, switches, dispatch)
     constants, shared = dict(dispatch.policy_constants), frozenset[str]()
     if switches.in_scheduler:
-        shared = rescheduling.names_set(reading.make_with_defaults(ReschedulingConfig)).union(constants)
+        shared = rescheduling.names_set(reading.make(ReschedulingConfig)).union(constants)
     policy: Any = None
     try:
         policy = dispatch.load_policy(shared)

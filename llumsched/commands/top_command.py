@@ -62,7 +62,7 @@ class Top:
 
 
 def prepare(reading: Reading) -> Top:
-    as_json = reading.make_with_defaults(Output).json
+    as_json = reading.make(Output).json
     top = Top(*cluster_of(reading), reading.make(TopOptions), reading.make(AccessSettings), as_json)
     reading.check(_terminal_faults, top)
     return top

@@ -51,7 +51,7 @@ def prepare(reading: Reading) -> tuple[Switches, ReschedulingConfig]:
     config = reading.make(ReschedulingConfig)
     for check in (_policies, _selection, _said_twice):
         reading.check(check, config)
-    switches = reading.make_with_defaults(Switches)
+    switches = reading.make(Switches)
     if switches.colocated and switches.standalone:
         reading.faults.append("--colocated-rescheduling-mode and --standalone-rescheduling-mode exclude each other")
     return switches, config

@@ -196,7 +196,7 @@ def test_every_command_looks_after_its_own_variables() -> None:
     assert set(PROGRAMS) == {"llumlet", *COMMANDS}
 
 
-def test_checks_say_nothing_of_what_could_not_be_read() -> None:
+def test_check_ends_at_an_unread_setting() -> None:
     def lasting(config: Config) -> Iterator[str]:
         yield "first"
         if not config.lasts:

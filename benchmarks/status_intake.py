@@ -9,7 +9,7 @@ Redis on this machine, and what is then done with it (parsed, checked, told to a
 dispatcher; a column is read for every ten). The baseline parses both records each time, reads the numbers once to
 check them and once for the table, and writes each row at once; every instance writes as often as its load changes, 25
 times a second. Ours is the store as it is, with the pace that writers keep among so many instances
-(`redis_link`). Both are measured in turns, and the least of the rounds counts: what other processes do to
+(`redis_reports`). Both are measured in turns, and the least of the rounds counts: what other processes do to
 caches and clocks only adds to it. A core's share is the time for a status times the statuses that all instances write
 in a second.
 
@@ -36,11 +36,10 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.scheduler import _Cluster
-from llumlet.contract.cms.redis_layout import Layout
-from llumlet.contract.cms.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S
-from llumlet.contract.cms.report_links import DESCRIBE_EVERY_S
-from llumlet.contract.cms.report_links import LEAST_INTERVAL_S as LEAST_GRPC_INTERVAL_S
+from llumlet.contract.cms.redis_reports import LEAST_INTERVAL_S, MOST_WRITES_PER_S, Layout
 from llumlet.contract.cms.reporter import Reporter
+from llumlet.contract.cms.stores import DESCRIBE_EVERY_S
+from llumlet.contract.cms.stores import LEAST_INTERVAL_S as LEAST_GRPC_INTERVAL_S
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumlet.process import credentials
 from llumlet.process.redis_client import connect

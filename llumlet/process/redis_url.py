@@ -8,7 +8,7 @@ With `rediss` in place of `redis` everything goes over TLS, the Sentinels as wel
 this is the one of Prefect, RedisVL, LangChain and the package redis-sentinel-url. USER and PASSWORD are those of the
 Redis servers, `sentinel_username` and `sentinel_password` those of the Sentinels. `password_file` and
 `sentinel_password_file` name files that hold a password, for who wants it on no command line. All other options are
-redis-py's (`ssl_ca_certs`, …). `cluster` names one of several clusters that share a database (`redis_layout`).
+redis-py's (`ssl_ca_certs`, …). `cluster` names one of several clusters that share a database (`redis_reports`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import grpc
 from grpc import aio
 
 from llumlet.contract import types
-from llumlet.contract.cms.report_links import EOF
+from llumlet.contract.cms.stores import EOF
 from llumlet.contract.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.contract.server import bind, new_server
 from llumlet.contract.servicer import tell

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Final
 
-from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.links import LinkLost
 from llumlet.process.tasks import end
 from llumsched.cluster.view import View
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis that instances report to, for several schedulers, in the layout of `llumlet.contract.cms.redis_layout`.
+"""A Redis that instances report to, for several schedulers, in the layout of `llumlet.contract.cms.redis_reports`.
 
 First everything is read (SCAN, MGET), then the instances named by the channel, so that a write is seen when it is
 published. A lost connection begins anew. Every `RESCAN_S` a scan finds expired records and heals misses. While Redis is
@@ -18,8 +18,8 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
-from llumlet.contract.cms.redis_layout import Layout
-from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.links import LinkLost
+from llumlet.contract.cms.redis_reports import Layout
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumlet.process.redis_client import checked_name, connect, follow_master, reason_of
 from llumlet.process.tasks import end

@@ -15,7 +15,7 @@ from grpc import aio
 
 from llumlet.contract.channels import open_channel
 from llumlet.contract.client import failure_of
-from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.links import LinkLost
 from llumlet.contract.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.contract.types import ViewChange, WatchRequest
 from llumlet.process.addresses import Address

@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import RedisError
 
-from llumlet.contract.cms.redis_layout import Layout
+from llumlet.contract.cms.redis_reports import Layout
 from llumlet.process.redis_client import checked_name, connect, follow_master, reason_of
 from llumlet.process.tasks import end, keep_running
 

@@ -29,7 +29,7 @@ class Cadence:
     hop_s: float = 0.0005
     """One way, between any two processes."""
     push_interval_s: float = 0.005
-    """Between two pushes of one instance: of a gRPC link (`llumlet.contract.cms.report_links`)."""
+    """Between two pushes of one instance: of a gRPC link (`llumlet.contract.cms.stores`)."""
     tokens_s: float = 0.1
     """After which a change that is only tokens is told."""
     keepalive_s: float = 1.0

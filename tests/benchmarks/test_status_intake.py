@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.status_intake import measure, measure_embedded
-from llumlet.contract.cms.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S
+from llumlet.contract.cms.redis_reports import LEAST_INTERVAL_S, MOST_WRITES_PER_S
 from llumsched.cms.embedded import MOST_STATUSES_PER_S
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.links import LinkLost
 from llumlet.contract.cms.stores import open_directory
 from llumlet.contract.types import PeerInfo, PeersResponse
 from llumlet.process.credentials import NONE

@@ -17,8 +17,8 @@ import pytest
 from aiohttp import web
 
 from llumlet.contract.client import LlumletClient
-from llumlet.contract.cms.directory import CmsDirectory
-from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.links import LinkLost
+from llumlet.contract.cms.stores import CmsDirectory
 from llumlet.contract.errors import LlumletUnreachable
 from llumlet.contract.server import serve
 from llumlet.process import tls

@@ -14,8 +14,7 @@ from contextlib import AsyncExitStack
 
 from google.protobuf.message import DecodeError
 
-from llumlet.contract.cms.directory import Directory
-from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.links import Directory, LinkLost
 from llumlet.contract.cms.stores import open_directory
 from llumlet.contract.types import PeersResponse
 from llumlet.process.credentials import Credentials

@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from llumlet.contract.cms.report_links import Link, LinkLost
+from llumlet.contract.cms.links import Link, LinkLost
 from llumlet.contract.cms.stores import open_link
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumlet.process.credentials import NONE, Credentials
@@ -131,7 +131,7 @@ class Reporter:
             feed.describe()
 
     async def _tick(self) -> None:
-        """One timer for all: a timer for every push would cost more than the push."""
+        """Runs one timer for all: a timer for every push would cost more than the push."""
         while True:
             await asyncio.sleep(_TICK_S)
             for feed in self._feeds:

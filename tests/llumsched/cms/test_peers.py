@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from llumlet.contract.cms import redis_link
+from llumlet.contract.cms import redis_reports
 from llumlet.contract.cms.peers import MAX_PEERS
-from llumlet.contract.cms.redis_layout import Layout
-from llumlet.contract.cms.redis_link import RedisLink
+from llumlet.contract.cms.redis_reports import Layout, RedisLink
 from llumlet.contract.cms.stores import open_directory
 from llumlet.contract.types import (
     Health,
@@ -134,7 +133,7 @@ async def test_an_answer_costs_little_in_a_large_cluster() -> None:
 
 @pytest.mark.asyncio
 async def test_a_redis_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_link, "TTL_S", 3600)
+    monkeypatch.setattr(redis_reports, "TTL_S", 3600)
     async with RedisServer() as server:
         writer = connect(server.url)
         for row in range(300):

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from llumlet.contract.cms.redis_layout import Layout
-from llumlet.contract.cms.redis_link import LEAST_INTERVAL_S, MOST_WRITES_PER_S, TTL_S, RedisLink
+from llumlet.contract.cms.redis_reports import LEAST_INTERVAL_S, MOST_WRITES_PER_S, TTL_S, Layout, RedisLink
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumlet.process.redis_client import connect
 from llumsched.cms import redis as redis_module

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from redis.exceptions import MovedError, RedisError
 
-from llumlet.contract.cms.redis_link import RedisLink
-from llumlet.contract.cms.report_links import LinkLost
+from llumlet.contract.cms.links import LinkLost
+from llumlet.contract.cms.redis_reports import RedisLink
 from llumlet.contract.cms.stores import open_directory
 from llumlet.contract.types import InstanceMetadata
 from llumlet.process.redis_client import NO_CLUSTER, connect, reason_of

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from redis.exceptions import RedisError
 
-from llumlet.contract.cms import redis_link
+from llumlet.contract.cms import redis_reports
 from llumlet.contract.cms.stores import open_directory
 from llumlet.process.redis_client import connect
 from llumsched.cms import redis as redis_module
@@ -72,7 +72,7 @@ async def test_a_master_that_the_sentinels_gave_up_is_left(
 ) -> None:
     """It answers, takes writes, and nobody else hears of them: a network that is parted."""
     monkeypatch.setattr(redis_module, "RESCAN_S", 0.2)
-    monkeypatch.setattr(redis_link, "METADATA_EVERY_S", 0.2)
+    monkeypatch.setattr(redis_reports, "METADATA_EVERY_S", 0.2)
     monkeypatch.setattr(leadership, "RENEW_S", 0.2)
     store, lease, directory = RedisStore(group.url), Lease(group.url), open_directory(group.url)
     await store.start()

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from llumlet.contract.cms import report_links
 from llumlet.contract.cms import reporter as reporter_module
-from llumlet.contract.cms.report_links import LEAST_INTERVAL_S, GrpcLink
+from llumlet.contract.cms import stores
 from llumlet.contract.cms.reporter import Reporter, cms_faults
+from llumlet.contract.cms.stores import LEAST_INTERVAL_S, GrpcLink
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
 from llumlet.process.credentials import NONE
 from llumlet.process.tasks import end as finished
@@ -119,7 +119,7 @@ async def test_instances_of_a_large_cluster_report_less_often(
         store.view.put_metadata(Load(f"i-{number}").metadata())
     await link.push(load.status(), load.metadata)
     assert link.min_interval_s == LEAST_INTERVAL_S
-    monkeypatch.setattr(report_links, "DESCRIBE_EVERY_S", 0.0)
+    monkeypatch.setattr(stores, "DESCRIBE_EVERY_S", 0.0)
     await link.push(load.status(), load.metadata)
     assert link.min_interval_s == 1000 / MOST_STATUSES_PER_S
     watcher = WatchStore(store.address)

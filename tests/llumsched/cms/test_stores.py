@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from grpc import aio
 
-from llumlet.contract.cms import redis_link
+from llumlet.contract.cms import redis_reports
 from llumlet.contract.cms.reporter import Reporter
 from llumlet.contract.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.contract.types import ViewChange
@@ -102,8 +102,8 @@ async def test_instances_appear_change_and_leave(source: Source) -> None:
 
 async def test_an_adapter_that_is_loaded_later_is_served(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     # Redis is told at once, not just when the metadata is written anew.
-    monkeypatch.setattr(redis_link, "METADATA_EVERY_S", 3600.0)
-    monkeypatch.setattr(redis_link, "TTL_S", 3600)
+    monkeypatch.setattr(redis_reports, "METADATA_EVERY_S", 3600.0)
+    monkeypatch.setattr(redis_reports, "TTL_S", 3600)
     async with SimulatedCluster(1, source.reports) as cluster:
         await reported(source.store, cluster[0])
         for models in (["simulated", "adapter"], ["simulated"]):

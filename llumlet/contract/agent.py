@@ -3,8 +3,8 @@
 
 Contract of all methods:
 - they are called on the event loop that called `server.serve`, several at a time;
-- a call that the caller gives up (it left, its deadline passed) is **not** cancelled: it runs to
-  its end and its answer is thrown away. Only the shutdown of the server cancels;
+- a call whose caller gives up (it left, its deadline passed) is **not** cancelled: it runs to its end and its answer is
+  thrown away. Only the shutdown of the server cancels;
 - arguments have passed `llumlet.contract.validation`: required ids are there, enums and ranges are legal.
   The agent checks that an id names this instance or a known request;
 - a refusal is a raised `LlumletError`; any other exception reaches the caller as `INTERNAL` and the

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Final
 
 ATTEMPT_HEADER: Final = "X-Llumnix-Attempt"
-"""One more than the number of instances that died with the request; absent in its first life."""
+"""Holds 1 more than the number of instances that died with the request; absent for the first instance."""
 MAX_DEATHS: Final = 8
 """Largest number of deaths that is believed; more would change nothing."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of blocks of tokens that everybody can compute: the engine that caches them, and who has only the prompt.
+"""Names of blocks of tokens, computed by the engine that caches them and by anyone who has the prompt.
 
 A name stands for a block *and all that is before it*:
 

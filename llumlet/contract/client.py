@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A typed client of one llumlet, for schedulers, peers and the command line.
 
-Every call has a deadline and none is repeated: whether a repetition is harmless is known to the
-caller only. A deadline that passes, or a connection that breaks, raises `LlumletUnreachable` and
-says nothing about the outcome.
+Every call has a deadline and none is repeated, as only the caller knows whether a repetition is harmless. A deadline
+that passes, or a connection that breaks, raises `LlumletUnreachable` and says nothing about the outcome.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Deadlines:
     reserve: float = 10.0
     """The destination builds the request, its grammar included. Reserve and Adopt."""
     copy: float = 30.0
-    """One round, or the last copy of Commit."""
+    """A round of copying, or the last copy of Commit."""
     settle: float = 2.0
     """Withdraw, Cancel, Abort, Close, Query: no bytes move."""
 

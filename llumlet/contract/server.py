@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves an agent over gRPC, with server reflection and the standard health service.
 
-Whoever may call can move and abort requests. Addresses other than loopback are therefore served only with complete
-credentials (mutual TLS and a token), unless the caller says that the network is trusted. All services are behind TLS;
+A caller can move and abort requests. Addresses other than loopback are therefore served only with complete credentials
+(mutual TLS and a token), unless the caller says that the network is trusted. All services are behind TLS;
 all but health, which orchestrators ask without secrets, are behind the tokens. `MAY_CALL` says which role opens what.
 """
 
@@ -90,7 +90,7 @@ class RunningServer:
         return self.address.port
 
     async def set_serving(self, serving: bool) -> None:
-        """What the health service says. Calls are answered either way."""
+        """Sets the answer of the health service. Calls are answered either way."""
         state = health_pb2.HealthCheckResponse
         for service in ("", *SERVICES):
             await self._health.set(service, state.SERVING if serving else state.NOT_SERVING)

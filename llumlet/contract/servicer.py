@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two gRPC services, as a thin skin around an `Agent`: validate, call, translate errors.
+"""The two gRPC services around an `Agent`: they validate, call, and translate errors.
 
-This is the outermost loop of a call: whatever the agent raises ends here, as a gRPC status with a
-reason.
+This is the outermost loop of a call: every error of the agent ends here, as a gRPC status with a reason.
 """
 
 from __future__ import annotations

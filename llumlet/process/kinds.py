@@ -58,7 +58,7 @@ MARK: Final = Kind(_read_switch, options={"action": argparse.BooleanOptionalActi
 
 
 def one_of(options: Iterable[T], *, or_file: str = "") -> Kind[T]:
-    """One of `options`, in upper or lower case; or a path that ends so, if options are texts."""
+    """A word of `options`, in upper or lower case; or a path that ends so, if options are texts."""
     by_name = {str(option).lower(): option for option in options}
 
     def read(value: str) -> T:

@@ -32,7 +32,7 @@ NO_CLUSTER: Final = (
 )
 _OF_A_CLUSTER: Final = (ClusterCrossSlotError, ClusterDownError, AskError)  # AskError: MOVED, too
 _CLIENT_OF_A_SENTINEL: Final = re.compile(r"<redis\.\S*\(<.*?\)>\)>\)> - ")
-"""How the library's errors begin: they show its client of a Sentinel, with all its options."""
+"""The beginning of the library's errors: it shows the client of a Sentinel, with all its options."""
 
 
 def connect(url: str) -> Any:

@@ -117,7 +117,7 @@ def _field(default: D, parts: Mapping[str, Setting], *, is_shown: bool = True) -
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One flag of a class, and the field or part of a field that takes its value."""
+    """A flag of a class, and the field or part of a field that takes its value."""
 
     field: str
     part: str

@@ -15,7 +15,7 @@ MigrationId = NewType("MigrationId", str)
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Which ownership of a request an output belongs to.
+    """The ownership of a request to which an output belongs.
 
     Compared lexicographically. Only the origin raises `term` (a fence, a replay); owners raise `hop`, by one for each
     hand-over. A request that never moved is at (0, 0).

@@ -73,7 +73,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     incarnation: Name
     llumlet: Name
     digest: Name = ""
-    """Which engines can go on with this one's requests: those with the same."""
+    """Digest of everything that engines must have in common to go on with each other's requests."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
@@ -155,7 +155,7 @@ class InputPart(msgspec.Struct, frozen=True, tag="input"):
     number: int
     """From 0: that of the first part, with which the request came."""
     state: bytes | None
-    """As of a request that arrives; None: there is no more input."""
+    """Input of an arriving request; None ends the input."""
 
 
 ToOrigin = Hello | TokenBatch | Heartbeat | HandedOver | FenceQuestion | Parting

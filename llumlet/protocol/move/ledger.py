@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns each block of an engine's KV cache while requests come and go.
+"""Owners of the blocks of an engine's KV cache while requests come and go.
 
     One request of S, in blocks. Half-open ranges; `c` = copied so far, `f` = frontier, `e` = end.
 

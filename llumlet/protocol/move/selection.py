@@ -65,7 +65,7 @@ class Candidate(msgspec.Struct, frozen=True):
     movable: bool = True
     """Portable, not moving already, and with nothing in the way at this moment."""
     priority: int = 0
-    """As for vLLM: lower numbers come first."""
+    """Lower numbers come first, as in vLLM."""
 
 
 class Rule(msgspec.Struct, frozen=True):

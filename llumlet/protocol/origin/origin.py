@@ -51,8 +51,7 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The end of a stream that nothing more comes of: its client gets an error, with this explanation if there is
-    one."""
+    """The end of a stream that cannot go on: its client gets an error, with this explanation if there is one."""
 
     stream: Stream
     explanation: str = ""

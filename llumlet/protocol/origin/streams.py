@@ -369,7 +369,7 @@ class Streams:
             del self._streams[stream.request_id]
 
     def _home_parts(self, output: HomeOutput, weight_version: str | None, ended: list[Stream]) -> Iterator[Part]:
-        """What vLLM gets in place of one output of the home engine."""
+        """The replacement that vLLM gets for one output of the home engine."""
         stream = self._streams.get(output.request_id)
         if stream is None or stream.gate is None:
             yield Part(None, output, 0, len(output.new_token_ids), output.finish_reason is not None)

@@ -36,7 +36,7 @@ LONGER = 16
 """Factor by which it grows each time."""
 MAX_TRIAL_TOKENS = 1024
 Engine = TypeVar("Engine", bound=Hashable)
-"""One life of an engine, as its shell knows it; compared by identity."""
+"""A life of an engine, as its shell knows it; compared by identity."""
 
 
 class Judgement(enum.Enum):

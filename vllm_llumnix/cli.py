@@ -37,7 +37,7 @@ _EPILOG = """exit codes:
 
 
 class ExitCode(IntEnum):
-    """What the process ends with."""
+    """Exit codes of the process."""
 
     OK = 0
     PROBLEM = 1

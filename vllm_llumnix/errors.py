@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package raises; `llumlet.protocol.errors` for what a move can end with.
+"""The errors of this package; `llumlet.protocol.errors` has those of a move.
 
 LlumnixError
 ├── ConfigError            a flag or a variable is wrong; all faults are listed at once

@@ -94,9 +94,9 @@ def check_ready(response: Any) -> None:
 
 
 def ends_with_engine(engine_manager: Any) -> bool:
-    """Whether the parent of several API servers ends them now: an engine process has died.
+    """True if the parent of several API servers ends them now, after the death of an engine process.
 
-    With the llumlet on they stay up, and end when their last stream has.
+    With the llumlet on they stay up, and end after their last stream.
     """
     return engine_manager.failed_proc_name is not None and not enabled()
 

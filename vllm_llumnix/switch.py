@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the llumlet is on in this process. Imports the standard library only: patched modules of vLLM ask it."""
+"""Tells if the llumlet is on in this process. Imports only the standard library, as patched modules of vLLM ask it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
 
 
 def enabled() -> bool:
-    """Whether this process belongs to an instance started with `--enable-llumlet`."""
+    """True if this process belongs to an instance started with `--enable-llumlet`."""
     return bool(os.environ.get(CONFIG_VARIABLE))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all parts of one engine's llumlet are given, and what does not change while it lives."""
+"""The shared context of all parts of one engine's llumlet, constant while it lives."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from vllm_llumnix.wire.peer_clients import PeerClients
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineContext:
-    """One engine: what it was told, who it is, its loop and its memory, and those whom it speaks to. Made on the
-    llumlet's thread.
+    """One engine: its configuration, identity, loop, memory and peers. Made on the llumlet's thread.
 
-    `address` is where peers and API servers reach the llumlet, `credentials` what it shows them. `started_at` is the
-    time of day, in seconds since the epoch.
+    `address`: where peers and API servers reach the llumlet. `credentials`: for these connections. `started_at`:
+    seconds since the epoch.
     """
 
     config: LlumletConfig

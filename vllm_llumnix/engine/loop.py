@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 class Llumlet(Protocol):
-    """What the engine's threads have to say; it is posted to the llumlet's thread, where they do not wait for it."""
+    """Messages of the engine's threads, posted to the llumlet's thread without waiting."""
 
     def relay_outputs(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         """Outputs of one step, for the origin that `client_index` stands for."""
@@ -149,7 +149,7 @@ class EngineLoop:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether new requests and moves may come; not when the engine is on its way out. Any thread."""
+        """True if new requests and moves may come; false while the engine ends. Any thread."""
         return bool(self.engine.is_running()) and not self.draining
 
     # Loop thread
@@ -185,9 +185,9 @@ class EngineLoop:
         return outputs
 
     def has_work(self, stock: bool) -> bool:
-        """Whether the loop should turn: vLLM's answer, except that frozen requests alone are no work.
+        """True if the loop should turn: vLLM's answer, except that frozen requests alone are no work.
 
-        They are while a step in flight still has to drain, while data-parallel peers step together, and when the engine
+        They are work while a step in flight must drain, while data-parallel peers step together, and when the engine
         would end for want of work. A pause waits for them: see `pauses`.
         """
         if self._commands or self._fences:
@@ -264,7 +264,7 @@ class EngineLoop:
         self._outputs.append((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
 
     def _gives_blocks(self) -> bool:
-        """Whether one of the batch is on its way out: its blocks come free when it has left."""
+        """True if a request of the batch is moving out, so that its blocks will be freed."""
         return any(leaving.request.status == RequestStatus.RUNNING for leaving in self._leaving.values())
 
     def _in_flight(self) -> Sequence[Any]:

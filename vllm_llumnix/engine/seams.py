@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine side wraps or sets in vLLM at run time, and why. See `patching.seam`."""
+"""The attributes of vLLM that the engine side wraps or sets at run time, and why. See `patching.seam`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ STOP_SECONDS = 2.0
 
 
 class Inhabitant(Protocol):
-    """What lives on the thread."""
+    """A component that lives on the thread."""
 
     async def close(self) -> None: ...
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine side looks at, calls and sets in vLLM's objects, as far as types go.
+"""The types of vLLM's objects, as far as the engine side uses them.
 
-vLLM's own classes satisfy these; mypy reads these instead, and with them sees what an attribute that is misspelt, or
-one that nobody has thought of, would do. What is wrapped or set at run time is in `seams`.
+mypy checks our code against these protocols instead of vLLM's classes, so a misspelt attribute is a type error. `seams`
+lists the attributes wrapped or set at run time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Request(Protocol):
 
 
 class Block(Protocol):
-    """One block of the KV cache, in the pool."""
+    """A block of the KV cache in the pool."""
 
     block_id: int
 
@@ -165,7 +165,7 @@ class RequestQueue(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
     def __reversed__(self) -> Iterator[Request]:
-        """Of the first kind only."""
+        """Only of the first kind."""
         ...
 
     def insert(self, index: int, request: Request) -> None:
@@ -268,7 +268,7 @@ class Executor(Protocol):
     """Runs the workers."""
 
     def collective_rpc(self, method: Any, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        """What `method` returns on each worker, by rank."""
+        """The results of `method` on all workers, by rank."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object: ...
 

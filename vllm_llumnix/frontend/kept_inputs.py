@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API server keeps of a prompt beside its tokens, so that the request can be started again elsewhere.
+"""The images and embeddings that an API server keeps, so that a request can be replayed.
 
-vLLM's own API server forgets an image when it has sent it to its engine. Here it is kept for as long as its stream
-lives: as many bytes as the processor makes of it, up to `MAX_INPUT_BYTES` for each request and `MAX_KEPT_BYTES` for
-all. What is not kept, or was not sent because the engine has it from an earlier prompt, is lost with the engine.
+vLLM's API server forgets an image after sending it to its engine. Here its processed form is kept while its stream
+lives, up to `MAX_INPUT_BYTES` per request and `MAX_KEPT_BYTES` in all. An image that is not kept, or was not sent
+because the engine has it from an earlier prompt, is lost with the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Keeper(Protocol):
 
 
 def room_for(request: EngineCoreRequest, keepers: Iterable[Keeper]) -> int:
-    """How many bytes may be kept of `request`, beside what `keepers` keep."""
+    """Bytes of `request` that may be kept, beside those of `keepers`."""
     if not request.mm_features and request.prompt_embeds is None:
         return 0
     others = (keeper.request for keeper in keepers)
@@ -61,7 +61,7 @@ def why_not_kept(request: EngineCoreRequest, room: int) -> str:
 
 
 def without_inputs(request: EngineCoreRequest) -> EngineCoreRequest:
-    """What is left to keep of a request that cannot be started again."""
+    """The rest to keep of a request that cannot be replayed."""
     return msgspec.structs.replace(request, mm_features=None, prompt_embeds=None)
 
 

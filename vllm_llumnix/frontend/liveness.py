@@ -68,11 +68,10 @@ GONE_PAUSE_SECONDS = 0.05
 
 
 async def is_gone(address: str, credentials: Credentials) -> bool:
-    """Whether nobody listens any more where a silent engine's llumlet did: then it need not be waited for.
+    """True if a silent engine's llumlet has stopped listening, so that it need not be waited for.
 
-    A process that ends gives up its connections one by one, and the port on which it listens is one of them. So one
-    that breaks a connection off is asked again for a while, and each time by a new connection: one that is kept says
-    nothing of the port.
+    An ending process closes its connections one by one, its listening port among them. So if it breaks a connection
+    off, it is asked again for a while, each time by a new connection: a kept one says nothing about the port.
     """
     deadline = time.monotonic() + GONE_SECONDS
     while (left := deadline - time.monotonic()) > 0:

@@ -50,7 +50,7 @@ class Peers:
 
     @property
     def expected(self) -> bool:
-        """Whether there may be any, now or later."""
+        """True if there may be any, now or later."""
         return bool(self._named or self._stores)
 
     @property

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is set in vLLM's engine client at run time, and why; the client's methods are overridden in a subclass. See
-`patching.seam`.
-"""
+"""The attributes of vLLM's engine client that are set at run time, and why; a subclass overrides the client's methods.
+See `patching.seam`."""
 
 from __future__ import annotations
 

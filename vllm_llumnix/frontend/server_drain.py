@@ -70,10 +70,10 @@ def _is_new_work(scope: Message) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """How it stands in the engines: their answers summed up."""
+    """The sum of the engines' answers."""
 
     seconds: float
-    """How long the drain may take; 0: there is none."""
+    """Longest time of the drain in seconds; 0 if there is none."""
     num_requests: int
     num_moving: int
     num_moved: int
@@ -86,7 +86,7 @@ class Standing:
 
 
 class Drained(Protocol):
-    """What a drain is of: who holds the streams that are waited for."""
+    """The subject of a drain: the holder of the streams that are waited for."""
 
     client: Client
     peers: Peers

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read, called and set in vLLM's engine client, as far as types go.
+"""The types of vLLM's engine client, as far as they are used.
 
-vLLM's own classes satisfy these (`tests/frontend/test_frontend_vllm_types.py`). What is set at run time is in `seams`,
-and what is overridden in `client`, which inherits from vLLM's class.
+vLLM's own classes satisfy these (`tests/frontend/test_frontend_vllm_types.py`). `seams` lists the attributes set at run
+time, and `client` overrides methods by inheritance.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class VllmConfig(Protocol):
 
 
 class EngineManager(Protocol):
-    """Of the engines' processes, in the process that started them."""
+    """The manager of the engines' processes, in the process that started them."""
 
     def monitor_engine_liveness(self) -> None:
         """Returns when one has ended."""
@@ -64,7 +64,7 @@ class EngineManager(Protocol):
 
 
 class Resources(Protocol):
-    """What a client closes at its end; it outlives the client."""
+    """The objects that a client closes at its end; it outlives the client."""
 
     engine_dead: bool
     engine_manager: EngineManager | None
@@ -87,7 +87,7 @@ class Client(Protocol):
     """Alive until the client is shut down."""
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
-        """What the engine's method returns, decoded of msgpack."""
+        """The result of the engine's method, decoded from msgpack."""
 
     def shutdown(self, timeout: float | None = None) -> None: ...
 

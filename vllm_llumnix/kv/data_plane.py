@@ -61,7 +61,7 @@ class _Staged(NamedTuple):
     outgoing: StagingArea
     incoming: StagingArea
     exposed: bool
-    """Whether peers can write to `incoming` as well."""
+    """True if peers can also write to `incoming`."""
 
 
 class DataPlane:
@@ -118,7 +118,7 @@ class DataPlane:
 
     @property
     def description(self) -> PeerMemory:
-        """What peers are told."""
+        """The description for peers."""
         server, host = self._server, reachable_host(self._settings.host)
         return describe_memory(
             self.layout,

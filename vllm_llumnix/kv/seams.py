@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrapped in a vLLM worker at run time, and why. See `patching.seam`."""
+"""The attributes of a vLLM worker that are wrapped at run time, and why. See `patching.seam`."""
 
 from __future__ import annotations
 

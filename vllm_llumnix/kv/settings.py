@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells its workers' movers."""
+"""An engine's settings for its workers' movers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import msgspec
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast blocks may be pulled: at most `bytes_per_s`, or at most a `share` of what the link gives when it is not
-    limited.
-    """
+    """The limit of pulled blocks: at most `bytes_per_s`, or at most a `share` of the unlimited link."""
 
     bytes_per_s: float | None = None
     share: float | None = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read, called and wrapped in a vLLM worker, as far as types go; nothing of vLLM is imported.
+"""The types of a vLLM worker, as far as they are used; nothing of vLLM is imported.
 
-vLLM's own classes satisfy these (`tests/kv/test_kv_vllm_types.py`). What is wrapped at run time is in `seams`.
+vLLM's own classes satisfy these (`tests/kv/test_kv_vllm_types.py`). `seams` lists the attributes wrapped at run time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class KVCacheSpec(Protocol):
 
     @property
     def prefix_replay_tokens(self) -> int:
-        """How many behind a cached prefix are computed again, for a window that is not cached."""
+        """Tokens behind a cached prefix that are computed again, for a window that is not cached."""
         ...
 
 
 class AttentionSpec(KVCacheSpec, Protocol):
-    """That of a layer with keys and values for each token."""
+    """The spec of a layer with keys and values for each token."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -55,7 +55,7 @@ class AttentionSpec(KVCacheSpec, Protocol):
 
 
 class StateSpec(KVCacheSpec, Protocol):
-    """That of a layer with a state instead."""
+    """The spec of a layer with a state."""
 
     mamba_type: enum.Enum
     num_speculative_blocks: int
@@ -63,7 +63,7 @@ class StateSpec(KVCacheSpec, Protocol):
 
 
 class UniformSpecs(KVCacheSpec, Protocol):
-    """Those of layers that differ and have one block table nevertheless."""
+    """Specs of layers that differ and share a block table."""
 
     @property
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
@@ -102,7 +102,7 @@ class ModelRunner(Protocol):
     model: torch.nn.Module
     kv_cache_config: KVCacheConfig
     kv_caches: Sequence[Any]
-    """Of each layer a tensor, or several."""
+    """A tensor, or several, for each layer."""
 
 
 class CompilationConfig(Protocol):
@@ -128,7 +128,7 @@ class VllmConfig(Protocol):
 
 
 class NewRequest(Protocol):
-    """One that the workers do not know yet."""
+    """A request that the workers do not know yet."""
 
     req_id: str
     prompt_token_ids: list[int] | None
@@ -137,11 +137,11 @@ class NewRequest(Protocol):
 
 
 class KnownRequests(Protocol):
-    """Those that the workers know already."""
+    """Requests that the workers know already."""
 
     req_ids: list[str]
     num_computed_tokens: list[int]
-    """Of each, before the step."""
+    """Of each request, before the step."""
     resumed_req_ids: Collection[str]
     """Ids of those that had been preempted."""
 

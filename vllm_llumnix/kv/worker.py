@@ -25,7 +25,7 @@ from vllm_llumnix.steps.thinking_budget import BudgetHolder, sync_with_history
 logger = logging.getLogger(__name__)
 
 _KV_TAG = "kv_cache"
-"""What vLLM's sleep mode calls the KV memory."""
+"""vLLM's sleep mode name of the KV memory."""
 
 
 _running: DataPlane | None = None

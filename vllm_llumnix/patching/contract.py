@@ -33,7 +33,7 @@ _FUNCTION_LINE = re.compile(r"([0-9a-f]{16}) (warns|refuses) +(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One function, method or class. `digest` is the hash of its syntax tree."""
+    """A function, method or class. `digest` is the hash of its syntax tree."""
 
     path: str
     name: str
@@ -88,7 +88,7 @@ def _parse(text: str) -> Contract:
 
 
 def compare(contract: Contract, root: Path, bases: Mapping[str, Base]) -> list[Difference]:
-    """What differs in the files below `root`, the directory of the package. `bases`: files that may be patched there.
+    """Differences in the files below `root`, the package's directory. `bases`: files that may be patched there.
 
     Those that refuse come first.
     """
@@ -124,14 +124,14 @@ def refusal(differences: list[Difference], contract: Contract) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How files keep a contract: what differs, and why they are not to be used for it."""
+    """The comparison of files with a contract: the differences, and the reasons against their use."""
 
     differences: tuple[Difference, ...]
     problem: str | None
 
 
 def kept(series: Series, root: Path) -> Kept:
-    """How the files below `root`, the directory of the package, keep the contract of `series`."""
+    """Compares the files below `root`, the package's directory, with the contract of `series`."""
     try:
         signed = load(directory_of(series.version))
         differences = compare(signed, root, series.files)

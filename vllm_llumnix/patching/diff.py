@@ -32,7 +32,7 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class FileDiff:
-    """What one patch does to one existing file; `path` begins with the package (`vllm/...`)."""
+    """A patch's change of one existing file; `path` begins with the package (`vllm/...`)."""
 
     path: str
     hunks: tuple[Hunk, ...]

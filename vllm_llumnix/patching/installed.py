@@ -28,7 +28,7 @@ ADAPT = "--llumlet-adapt"
 
 
 class FileState(StrEnum):
-    """What a file on disk is, by its hash. ADAPTED: another one than the released, into which the patches fit."""
+    """The state of a file on disk, by its hash. ADAPTED: not the released one, but the patches fit."""
 
     ORIGINAL = "original"
     PATCHED = "patched"
@@ -62,7 +62,7 @@ class Installed:
 
     @property
     def on_disk(self) -> bool:
-        """Whether all files on disk are patched ones."""
+        """True if all files on disk are patched ones."""
         return bool(self.files) and all(state is FileState.PATCHED for state in self.files.values())
 
     @property
@@ -90,7 +90,7 @@ class Installed:
         return text if sha256(text) == self.adapted[path] else None
 
     def kept(self) -> Kept:
-        """How the files keep the contract of the series, of which there is one, and no problem with it."""
+        """Compares the files with the contract of the series, which must exist and fit."""
         assert self.series is not None
         assert self.root is not None
         return contract.kept(self.series, self.root)
@@ -198,7 +198,7 @@ def _problem(root: Path, version: str, nearest: str, files: dict[str, FileState]
 
 
 def adapt_asked() -> bool:
-    """Whether this process, or the one that started it, was given `--llumlet-adapt`; before flags are parsed."""
+    """True if this process, or the one that started it, was given `--llumlet-adapt`; before flags are parsed."""
     if any(argument.replace("_", "-") == ADAPT for argument in sys.argv):
         return True
     config = os.environ.get(CONFIG_VARIABLE)

@@ -23,7 +23,7 @@ from vllm_llumnix.errors import PatchError
 
 
 class Kind(StrEnum):
-    """What is done to the attribute. ADDED: vLLM has none of this name."""
+    """The change of the attribute. ADDED: vLLM has none of this name."""
 
     WRAPPED = "wrapped"
     REPLACED = "replaced"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """One attribute. `owner` is the class in `path` that defines it; `process` is api, core or worker."""
+    """A changed attribute. `owner` is the class in `path` that defines it; `process` is api, core or worker."""
 
     path: str
     owner: str

@@ -29,7 +29,7 @@ _BASE_LINE = re.compile(r"([0-9a-f]{64})  ([0-9a-f]{64})  (\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One patch file."""
+    """A patch file."""
 
     name: str
     header: dict[str, str]
@@ -115,7 +115,7 @@ class Series:
 
 
 def misfit(patch: str, path: str, hunk: diff.Hunk, count: int) -> str:
-    """What is wrong with a hunk whose lines are in a file `count` times, not once."""
+    """The fault of a hunk whose lines are in a file `count` times instead of once."""
     return f"{patch}: the hunk at line {hunk.before_start} is {count} times in {path}"
 
 
@@ -211,7 +211,7 @@ def _load(directory: Path) -> Series:
 
 
 def parse_patch(text: str, name: str) -> Patch:
-    """One patch file's text."""
+    """Parses a patch file."""
     header: dict[str, str] = {}
     field = ""
     for line in text.partition("\n---\n")[0].splitlines():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this process runs the patched vLLM."""
+"""Tells if this process runs the patched vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PatchState:
 
 
 def current() -> PatchState:
-    """What is patched in this process, and what stands against it. Imports nothing of vLLM."""
+    """The patches of this process, and the reasons against using them. Imports nothing of vLLM."""
     found = installed()
     if found.series is None:
         return PatchState(found.version, None, frozenset(), found.problem)
@@ -49,7 +49,7 @@ def current() -> PatchState:
 
 @functools.cache
 def _kept() -> Kept:
-    """How this process's vLLM, which a series fits, keeps its contract: compared once."""
+    """Compares this process's vLLM, which a series fits, with its contract, once."""
     return installed().kept()
 
 

@@ -62,7 +62,7 @@ _SLOT = struct.Struct("<dII")
 way`."""
 _UNDER_WAY = 12
 _GRAMMAR = struct.Struct("<8sB7x")
-"""Whose it is, `under way`."""
+"""A request's name, and `under way` while its grammar is compiled."""
 _COMPILING = 8
 NUM_GRAMMARS = 64
 """More than vLLM has threads for them on most machines; it takes them in the order in which they came."""

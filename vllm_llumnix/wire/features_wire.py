@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt has beside its tokens, as it travels: images and the like (vLLM's multimodal features), and embeddings.
+"""Images (vLLM's multimodal features) and embeddings of a prompt, as they travel.
 
-An image travels as what the API server's processor has made of it: pixels, and the small tensors beside them. An engine
-that has the KV cache of a prompt needs no pixel to go on, only where the images are, what they are (block hashes) and
-how they lie on their grids (M-RoPE); but if it preempts the request, or takes it over in the middle of its prompt, it
-has to look at them again. So they come along whole, before the request is frozen, or the request stays.
+An image travels as the API server's processor made it: pixels, and the small tensors beside them. An engine with the
+prompt's KV cache needs only the positions, names (block hashes) and grids (M-RoPE) of the images; but if it preempts
+the request, or takes it over within its prompt, it must read the pixels again. So they are sent whole, before the
+request is frozen, or the request stays.
 
-How the fields of an item are put together with those of other requests does not travel: each engine has that of its own
-processor (`engine.requests.features`).
+The way in which fields of several requests are joined does not travel: each engine has its own processor's
+(`engine.requests.features`).
 
 Nothing here is pickle: bytes, with the name of a type from `DTYPES` and a shape that must fit them.
 """
@@ -55,8 +55,8 @@ Value = Tensor | Annotated[list[Tensor], Meta(max_length=4096)] | int | float
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """One image, or clip, or the like: vLLM's `MultiModalFeatureSpec`. It takes positions `[offset, offset + length)`
-    of the prompt; `is_embed`, a byte for each, says which of them have an embedding of it, None: all."""
+    """An image or clip: vLLM's `MultiModalFeatureSpec`. It takes positions `[offset, offset + length)` of the prompt;
+    `is_embed`, a byte for each, says which of them have an embedding of it, None: all."""
 
     modality: Name
     identifier: Name
@@ -79,19 +79,19 @@ class Embeddings(msgspec.Struct, frozen=True):
 
 
 def is_whole(specs: Iterable[Any] | None) -> bool:
-    """Whether this process has all that vLLM's `MultiModalFeatureSpec`s stand for: not what an API server knows to be
-    in its engine's cache, nor what lies in vLLM's shared memory, of which there is an address."""
+    """True if this process has all data of vLLM's `MultiModalFeatureSpec`s: an API server may know only that its engine
+    caches them, or an address in vLLM's shared memory."""
     return all(spec.data is not None and "address" not in spec.data for spec in specs or ())
 
 
 def num_bytes(specs: Iterable[Any] | None, embeds: torch.Tensor | None) -> int:
-    """Of all tensors of a prompt."""
+    """Bytes of all tensors of a prompt."""
     tensors = [tensor for spec in specs or () for tensor in _tensors(spec)]
     return sum(int(tensor.nbytes) for tensor in tensors) + (0 if embeds is None else int(embeds.nbytes))
 
 
 def is_plain(specs: Sequence[Any] | None, embeds: torch.Tensor | None) -> bool:
-    """Whether `features_from` and `embeddings_from` can say it: one item behind the other, dense tensors in host
+    """True if `features_from` and `embeddings_from` can express it: one item behind the other, dense tensors in host
     memory, in lists at most once."""
     specs = specs or ()
     ends = [spec.mm_position.offset + spec.mm_position.length for spec in specs]
@@ -180,7 +180,7 @@ def mask_of(mask: memoryview, length: int) -> torch.Tensor:
 
 
 def num_bytes_of(features: Iterable[Feature], embeddings: Embeddings | None) -> int:
-    """What has arrived of one request."""
+    """Received bytes of one request."""
     values = [value for feature in features for value in feature.fields.values()]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
     if embeddings is not None:

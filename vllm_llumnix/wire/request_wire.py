@@ -19,8 +19,8 @@ MAX_STATE_BYTES = 64 << 20
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """Of a request whose input comes in parts, between two of them. Its prompt is all that was said before the last
-    answer, and its output is that answer, all of it."""
+    """The state of a request whose input comes in parts, between two of them. Its prompt is everything before the last
+    answer, and its output is that answer."""
 
     num_parts: Annotated[int, Meta(ge=1)]
     """Parts that have come."""
@@ -52,7 +52,7 @@ class RequestState(msgspec.Struct, frozen=True):
     features: list[Feature] = []
     """Images and the like, in the order of the prompt."""
     embeddings: Embeddings | None = None
-    """Of the prompt, in place of tokens (there are none then) or of some of them."""
+    """Embeddings of the prompt, in place of all tokens (there are none then) or of some."""
     session: SessionState | None = None
     name: str = ""
     """The `X-Request-Id` with which it came; empty: none."""
@@ -116,13 +116,13 @@ def encode_params(params: SamplingParams) -> msgspec.Raw:
 
 
 def fetched_from_here(kv_parameters: object) -> bool:
-    """Whether another engine is to fetch the KV cache of a request with these."""
+    """True if another engine is to fetch the KV cache of a request with these parameters."""
     return isinstance(kv_parameters, dict) and bool(kv_parameters.get("do_remote_decode"))
 
 
 def may_be_lost(kv_parameters: object) -> bool:
-    """Whether a request goes on without these. They may say that another engine has computed its prompt: when that has
-    been fetched, or is lost, they have nothing more to say."""
+    """True if a request can continue without these parameters. They may say that another engine has computed its
+    prompt; once that was fetched, or is lost, they are not needed."""
     if not kv_parameters:
         return True
     known = isinstance(kv_parameters, dict) and "do_remote_prefill" in kv_parameters

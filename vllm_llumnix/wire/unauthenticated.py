@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the settings of the transports whose networks authenticate nobody."""
+"""Checks the settings of transports over unauthenticated networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_MOONCAKE = (
 
 
 class NetworkSettings(Protocol):
-    """What of an instance's configuration is looked at here."""
+    """The settings of an instance that are checked here."""
 
     @property
     def transport(self) -> str: ...

@@ -36,11 +36,11 @@ from vllm_llumnix.engine.vllm_types import Block, GroupManager, Request, Schedul
 from vllm_llumnix.kv.vllm_worker_types import KVCacheGroup, StateSpec
 
 NULL_ID = 0
-"""That of vLLM's null block."""
+"""The id of vLLM's null block."""
 
 
 class Kind(enum.Enum):
-    """What the blocks of a group hold."""
+    """The contents of a group's blocks."""
 
     ALL = "keys and values of every token"
     WINDOW = "those of the latest tokens"
@@ -69,12 +69,12 @@ def _kind_of_layer(spec: object) -> Kind | None:
 
 
 def _is_replayed(group: KVCacheGroup) -> bool:
-    """Whether the window behind a prefix of which the cache has the other groups' blocks is computed again."""
+    """True if the window behind a cached prefix is computed again."""
     return group.kv_cache_spec.prefix_replay_tokens > 0
 
 
 def _seen(group: KVCacheGroup) -> int:
-    """How many tokens a window spans; 0 if there is no such number."""
+    """Number of tokens that a window spans; 0 if there is none."""
     spec = group.kv_cache_spec
     (layer, *_) = getattr(spec, "kv_cache_specs", {}).values() or [spec]
     if isinstance(layer, SlidingWindowSpec):
@@ -105,10 +105,10 @@ class BlockRows:
         self.state_size = max((int(managers[index].block_size) for index in recurrent), default=0)
         """Tokens between two states that are kept."""
         self.caches_prefixes = not recurrent
-        """Whether what has been computed of a request serves the next that begins with the same tokens. A state does
-        by chance only, where it happens to lie where one is looked for."""
+        """True if a request's computed blocks serve later requests with the same tokens. States do so only by
+        chance."""
         self.takes_hits = not self._states and not any(map(_is_replayed, groups))
-        """Whether of a prefix that the cache has nothing else is needed."""
+        """True if a prefix hit needs nothing but cached blocks."""
         sizes = {index: int(managers[index].block_size) for index in tokens}
         self.size = math.lcm(*sizes.values()) if sizes else int(scheduler.block_size)
         self._sizes = sizes
@@ -125,7 +125,7 @@ class BlockRows:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some group lets go of what a window has left behind."""
+        """True if a group drops blocks that a window has left behind."""
         return bool(self._seen)
 
     @property
@@ -136,7 +136,7 @@ class BlockRows:
 
     @property
     def holds_several(self) -> bool:
-        """Whether some group has several blocks in a row."""
+        """True if a group has several blocks per row."""
         return any(size < self.size for size in self._sizes.values())
 
     @property
@@ -150,7 +150,7 @@ class BlockRows:
 
     @property
     def ring_places(self) -> list[int]:
-        """Those among the states that are rings."""
+        """Indices of the states that are rings."""
         return [place for place, index in enumerate(self._states) if index in self._rings]
 
     def rows_of(self, num_tokens: int) -> int:
@@ -158,7 +158,7 @@ class BlockRows:
         return -(-num_tokens // self.size)
 
     def blocks(self, request: Request, num_tokens: int, from_row: int = 0) -> list[Block]:
-        """Those of its first `num_tokens` tokens, row by row, from `from_row` on."""
+        """The blocks of its first `num_tokens` tokens, row by row, from `from_row` on."""
         tables = self._manager.get_blocks(request.request_id).blocks
         null = self._manager.block_pool.null_block
         num_rows = self.rows_of(num_tokens) - from_row
@@ -189,7 +189,8 @@ class BlockRows:
         ]
 
     def states_to_come(self, request: Request) -> list[Block]:
-        """Of a reservation, the blocks for its states, wherever they are in their tables; they stay the same ones."""
+        """The blocks of a reservation for the request's states, wherever they are in their tables; they stay the
+        same."""
         tables = self._manager.get_blocks(request.request_id).blocks
         return [block for index in self._states for block in present(tables[index])[:1]]
 

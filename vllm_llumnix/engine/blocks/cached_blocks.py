@@ -88,8 +88,8 @@ class CachedBlocks:
         return held
 
     def num_leading(self, names: bytes) -> int:
-        """How many of these blocks are held, a request's from the first on, up to one that is not. By halves, each with
-        one pass over the names: vLLM gives up what is behind a block before the block itself."""
+        """Number of leading blocks that are held. Found by halving, with one pass over the names each: vLLM evicts
+        later blocks before earlier ones."""
         held, asked = np.frombuffer(self._names, "=u8"), np.frombuffer(names, "<u8")
         return bisect_left(range(len(asked)), True, key=lambda at: not (held == asked[at]).any())
 

@@ -34,11 +34,11 @@ class Beside:
         self._connector = connector
 
     def why_not_now(self, request: Request) -> tuple[Reason, str] | None:
-        """What it has open of this request that a move would break."""
+        """The connector's pending work on this request that a move would break."""
         return None
 
     def works_for(self, request_id: str) -> bool:
-        """Whether it remembers something of a request that is not the scheduler's any more."""
+        """True if it remembers a request that the scheduler does not have any more."""
         return False
 
     def give_out(self, block_ids: Collection[int]) -> None:
@@ -94,7 +94,7 @@ def _name_of(connector: object) -> str:
 
 
 class Connectors:
-    """Those of one scheduler, if it has any."""
+    """The connectors of one scheduler, if it has any."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -121,7 +121,7 @@ class Connectors:
         return None
 
     def have_work(self) -> bool:
-        """Whether they need steps although nothing is to be computed."""
+        """True if they need steps although nothing is to be computed."""
         connector = self._connector
         if connector is None:
             return False

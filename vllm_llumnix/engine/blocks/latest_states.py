@@ -32,20 +32,20 @@ class Latest(NamedTuple):
 
 
 class LatestStates:
-    """Those of one scheduler's requests, from here on."""
+    """The latest states of one scheduler's requests."""
 
     def __init__(self, scheduler: Scheduler, rows: BlockRows) -> None:
         self._size = rows.state_size
         self._latest: dict[str, tuple[Request, Latest]] = {}
-        """Of requests that have taken a step here. One that left and has come back is another object."""
+        """States of requests that have taken a step here. A request that left and returned is another object."""
         self.are_lost_by_waiting = bool(rows.num_drafts) and not scheduler.use_v2_model_runner
-        """Whether workers forget what was accepted of a request that is left out of a step: the V1 runner takes it from
-        its batch, and goes on behind the first token of its last step when it comes back."""
+        """True if workers forget the accepted drafts of a request that is left out of a step: the V1 runner removes it
+        from its batch, and resumes behind the first token of its last step."""
         if rows.num_drafts:
             self._follow(scheduler)
 
     def of(self, request: Request) -> Latest:
-        """Of a request that no step in flight works on."""
+        """The latest state of a request that no step in flight works on."""
         known, latest = self._latest.get(request.request_id, (None, None))
         return latest if latest and known is request else Latest(request.num_computed_tokens)
 

@@ -28,18 +28,18 @@ from vllm_llumnix.wire.addresses import Reach
 logger = logging.getLogger("vllm.llumnix")
 
 ASK_SECONDS = 1.0
-"""How often a mover that does not answer is asked again whether it is quiet. The first few times more often: its
+"""Time between two questions to a mover that does not confirm that it is quiet. The first ones are more frequent, as a
 connection ends a little before its thread."""
 SILENT_SECONDS = 30.0
 """After which such a mover counts as lost, although its blocks are still kept: else every move would add to them."""
 
 
 class SourceMemory(msgspec.Struct, frozen=True):
-    """What Reserve carries: who offers its memory, what it must have in common with us, and where the bytes are.
+    """The memory that Reserve offers: its owner, its format and its addresses.
 
-    `capability` is the migration's: blocks are granted under it, where they are not simply read. `weight_version` is
-    vLLM's name of the weights that are loaded at this moment: they can be exchanged while an engine runs.
-    `num_weight_changes` is `Pauses.num_changes`; 0 from a peer that does not send it.
+    `capability`: the migration's, under which blocks are granted unless they are simply read. `weight_version`: vLLM's
+    name of the present weights, which can change while an engine runs. `num_weight_changes`: `Pauses.num_changes`; 0
+    from a peer that does not send it.
     """
 
     facts: EngineFacts

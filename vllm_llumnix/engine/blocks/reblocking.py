@@ -21,16 +21,16 @@ from vllm_llumnix.engine.blocks.block_rows import BlockRows, to_copy
 from vllm_llumnix.kv.memory.layout import WHOLE, Cut, Cuts
 
 _MOST_TOKENS: Final = 4096
-"""Of a row: what is final in part of a row is copied while the request is frozen."""
+"""Largest row in tokens: the final part of a row is only copied while the request is frozen."""
 
 Pairs = list[tuple[int, int]]
 
 
 def rows_between(ours: BlockRows, row_tokens: int) -> BlockRows | None:
-    """What a move here counts in, from an engine whose rows have so many tokens (0: it does not say). None if nothing
-    can be copied between the two.
+    """The rows of a move from an engine with rows of `row_tokens` tokens (0: unknown). None if nothing can be copied
+    between the two.
 
-    Windows end within blocks of another size: of one there, a part is gone, and one here would be filled in part, and
+    A window ends within a block of another size: there a part would be missing, and here a partly filled block would be
     cached as a whole.
     """
     if row_tokens in (0, ours.size):
@@ -42,7 +42,7 @@ def rows_between(ours: BlockRows, row_tokens: int) -> BlockRows | None:
 
 
 def rows_of_move(ours: BlockRows, row_tokens: int) -> BlockRows:
-    """What a move from here counts in, as its destination has said (0: it has not). Raises Refused(invalid_request)."""
+    """The rows of a move from here, as its destination has chosen (0: not yet). Raises Refused(invalid_request)."""
     if row_tokens in (0, ours.size):
         return ours
     if row_tokens % ours.size or row_tokens > _MOST_TOKENS:
@@ -56,9 +56,9 @@ class Pairing:
     def __init__(self, ours: BlockRows, rows: BlockRows, row_tokens: int) -> None:
         self.our_width = self.their_width = rows.width
         self.cuts = WHOLE
-        """How blocks are cut; of each part, the first."""
+        """Cuts of blocks; of each part, the first."""
         self._units: list[tuple[int, int, Cuts]] = [(column, column, WHOLE) for column in range(rows.width)]
-        """Of a row: the place among its blocks there and here, and the parts of these."""
+        """Units of a row: the position among its blocks there and here, and the parts of these."""
         theirs = row_tokens or ours.size
         if theirs == ours.size:
             return

@@ -55,7 +55,7 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frontier:
-    """What can be copied of a running request: full rows of final KV, `[from_block, frontier_blocks)` pinned.
+    """The part of a running request that can be copied: full rows of final KV, `[from_block, frontier_blocks)`, pinned.
     `block_ids`: those of the rows, one after the other."""
 
     frontier_blocks: int
@@ -135,7 +135,7 @@ class SchedulerPort:
             self.scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     def audit_idle(self) -> list[str]:
-        """What is wrong with the block pool while nobody holds a block; nothing if somebody may."""
+        """Faults of the block pool while no block is held; none if a block may be."""
         if self.scheduler.requests or len(self.reservations) or self._pins:
             return []
         pool = self.block_pool
@@ -315,15 +315,14 @@ class SchedulerPort:
         return bool(self.scheduler.pause_state != PauseState.UNPAUSED)
 
     def has_runnable(self) -> bool:
-        """Whether the next step would compute something for a request."""
+        """True if the next step would compute something for a request."""
         scheduler = self.scheduler
         if scheduler.waiting or first_holding(scheduler) is not None:
             return True
         return any(request.request_id not in self._frozen for request in scheduler.running)
 
     def only_frozen(self) -> bool:
-        """Whether every request of this engine is frozen, so that a step would compute nothing and tell nobody
-        anything."""
+        """True if all requests of this engine are frozen, so that a step would compute nothing."""
         if not self._frozen or self.scheduler.finished_req_ids or self.has_runnable():
             return False
         return not self.connectors.have_work()

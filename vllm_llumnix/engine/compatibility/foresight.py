@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a model will move, found out before it is deployed: vLLM builds it without weights, and plans its KV cache.
+"""Finds out how a model's requests will move before it is deployed: vLLM builds it without weights, and plans its KV
+cache.
 
-    python -m vllm_llumnix.engine.compatibility.foresight --model DIR [FLAGS OF vllm serve]
+python -m vllm_llumnix.engine.compatibility.foresight --model DIR [FLAGS OF vllm serve]
 
-prints `Foresight` as JSON. For the device that vLLM finds here, and as if one worker had all of the model: into how
-many parts it is cut changes the sizes of pages and not their kinds.
+prints `Foresight` as JSON, for the device that vLLM finds here and as if one worker had all of the model: its division
+changes the sizes of pages and not their kinds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be moved, how exactly it goes on, and what is refused: the one table behind refusals and documentation
-(docs/reference/portability.md).
+"""The table of the requests that can be moved, how exactly they continue, and which are refused. Refusals and
+docs/reference/portability.md use it.
 
-A row with a condition refuses: the text of the row is what `Migrate` and `llumnix ps` say. The rows without one say
-which class a request that moves belongs to.
+A row with a condition refuses: `Migrate` and `llumnix ps` show its text. The other rows tell the class of a request
+that moves.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from vllm_llumnix.wire.features_wire import MAX_INPUT_BYTES, is_plain, is_whole,
 from vllm_llumnix.wire.request_wire import fetched_from_here, may_be_lost
 
 MARK = "llumnix_portable"
-"""What a class of custom logits processors sets to True, itself and not by inheritance, to be moved."""
+"""Attribute that a class of custom logits processors sets to True, itself and not by inheritance, to be moved."""
 
 
 class Exactness(enum.StrEnum):
-    """How a moved request's tokens and log probabilities compare with those of an unmoved run in the same company."""
+    """Comparison of a moved request's tokens and log probabilities with those of an unmoved run in the same company."""
 
     BIT_EXACT = "bit-exact"
     EXACT_IN_FP32 = "exact in fp32"
@@ -37,9 +37,8 @@ class Exactness(enum.StrEnum):
 
 
 class Evidence(enum.StrEnum):
-    """How a row is known to hold on the engines that tests run: those with vLLM's V1 runner on CPUs (`v1`), and those
-    with its V2 runner and asynchronous scheduling, which is what GPUs run, with Triton's interpreter in their place
-    (`v2`)."""
+    """Engines on which tests prove a row: with vLLM's V1 runner on CPUs (`v1`), or with its V2 runner and asynchronous
+    scheduling, as on GPUs, over Triton's interpreter (`v2`)."""
 
     MEASURED = "measured"
     BY_READING = "by reading"
@@ -80,7 +79,7 @@ class Subject:
 
     @property
     def begun(self) -> bool:
-        """Whether the sampler may know it already: of one that waits, there is nothing yet that tokens do not tell."""
+        """True if the sampler may know it already. A waiting request has nothing yet that tokens do not tell."""
         return bool(self.request.num_computed_tokens or self.request.num_output_tokens)
 
     @property
@@ -253,7 +252,7 @@ REFUSED_REQUESTS = (
 
 
 def _kinds_of(engine: Engine) -> set[Kind | None]:
-    """What the layers of the engine's model keep."""
+    """The kinds of cache that the layers of the engine's model keep."""
     return {kind_of(group) for group in engine.scheduler.kv_cache_config.kv_cache_groups}
 
 

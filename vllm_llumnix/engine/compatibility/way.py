@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a request goes elsewhere: with its KV cache, or with its tokens alone.
+"""Decides if a request moves with its KV cache, or as tokens alone.
 
-What cannot be carried with its KV cache is still carried with its tokens, unless the caller has named a method that
-copies: then it stays. A request that has no KV cache yet has nothing to lose.
+A request whose KV cache cannot be moved is moved as tokens, unless the caller named a method that copies: then it
+stays. A request without a KV cache loses nothing.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def way_of(request: Request, identity: EngineIdentity, asked: Mode) -> Way:
 
 
 def mode_of(request: Request, identity: EngineIdentity) -> Mode:
-    """How a request that can be moved would arrive, if nobody asks for anything else."""
+    """The default mode in which a movable request would arrive."""
     if not has_kv(request):
         return Mode.RECOMPUTE if request.num_output_tokens else Mode.WAITING
     return Mode.LIVE if identity.kv_unsupported is None else Mode.RECOMPUTE
 
 
 def has_kv(request: Request) -> bool:
-    """Whether its KV cache was begun: if not, no step in flight works on it either."""
+    """True if its KV cache was begun; otherwise no step in flight works on it either."""
     return bool(request.num_computed_tokens)
 
 

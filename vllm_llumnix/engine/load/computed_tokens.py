@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens an engine has computed, and how many of them again: what preemption costs.
+"""Counts the tokens that an engine has computed, and those computed again: the cost of preemption.
 
-A token is computed when a step schedules it. It is computed again if its KV cache was there before and is lost: of a
-request that was preempted, or that has come in the middle of its stream without its KV cache. What the prefix cache
-still holds of it is not scheduled, and does not count.
+A token is computed when a step schedules it. It is computed again if its KV cache was lost: by a preemption, or by a
+move without it. Tokens found in the prefix cache are not scheduled, and do not count.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from vllm_llumnix.engine.requests.request_state import BETWEEN_PARTS
 from vllm_llumnix.engine.vllm_types import Request
 
 RECENT_SECONDS = 10.0
-"""How long the id of a request that has arrived is shown, whatever has become of it."""
+"""Time for which the id of an arrived request is shown, whatever became of it."""
 MAX_NAMES = 2000
 """Names in each of the two lists: a scheduler needs to see a name once, and thousands do not arrive between two
 reports."""
@@ -46,7 +46,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 class _Entry:
-    """One request. `share` is None while it only decodes: it then adds one to the batch, and its tokens."""
+    """One request. `share` is None while it only decodes, and then adds one to the batch, and its tokens."""
 
     __slots__ = ("hit", "moving", "name", "place", "request", "share", "urgent")
 
@@ -188,8 +188,8 @@ class LoadCounters:
             self._tell()
 
     def computing(self) -> Collection[str]:
-        """What a step computes, to be handed to `computed`, for the same step. Between the two, requests may leave and
-        be queued."""
+        """The computed part of a step, to be handed to `computed` for the same step. Requests may leave and be queued
+        in between."""
         with self._lock:
             self._before = self._load()
             self._some_left = False
@@ -214,7 +214,7 @@ class LoadCounters:
             self._tell()
 
     def moving(self, request_id: str, moving: bool) -> None:
-        """Whether the request is about to leave for another engine."""
+        """Notes that a request is about to leave for another engine, or is not any more."""
         with self._lock:
             entry = self._entries.get(request_id)
             if entry is None:
@@ -371,7 +371,7 @@ class LoadCounters:
             self._first_waiting_tokens = entry.share.waiting_unallocated_tokens if entry and entry.share else 0
 
     def _received_tokens(self) -> int:
-        """What those will allocate that are on their way to an empty queue."""
+        """Tokens that requests on their way to an empty queue will allocate."""
         shares = (self._entries[request_id].share for request_id in self._received)
         return sum(share.waiting_unallocated_tokens for share in shares if share)
 

@@ -134,10 +134,10 @@ def _follow_steps(scheduler: Scheduler, load: LoadCounters) -> None:
 
 
 def _prefix_cache_of(scheduler: Scheduler) -> Any:
-    """What the prefix cache holds of a request.
+    """The cached prefix of a request.
 
-    Past `get_computed_blocks`, which may publish events: nothing is touched, counted or reported. The scheduler asks
-    again when the request starts; the answer may be another by then.
+    It bypasses `get_computed_blocks`, which may publish events: nothing is touched, counted or reported. The scheduler
+    asks again when the request starts, and may get another answer.
     """
     manager = scheduler.kv_cache_manager
     find = manager.coordinator.find_longest_cache_hit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How loaded one engine is, as sums over its requests; and what one request adds to them."""
+"""The load of an engine as sums over its requests, and the share of one request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 
 class Countable(Protocol):
-    """What is looked at of vLLM's `Request`."""
+    """The interface used of vLLM's `Request`."""
 
     request_id: str
     max_tokens: int
@@ -22,14 +22,14 @@ class Countable(Protocol):
 
 
 class Output(Protocol):
-    """What is looked at of vLLM's `EngineCoreOutput`."""
+    """The interface used of vLLM's `EngineCoreOutput`."""
 
     request_id: str
     new_token_ids: list[int]
 
 
 class Place(enum.Enum):
-    """What the scheduler does with a request at the moment."""
+    """The scheduler's present treatment of a request."""
 
     WAITING = enum.auto()
     LOADING = enum.auto()
@@ -108,7 +108,7 @@ class Snapshot(NamedTuple):
 def share_of(
     place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: bool = False, urgent: bool = False
 ) -> Load:
-    """What one request adds."""
+    """The share of one request."""
     num_tokens = request.num_tokens
     if place is Place.LOADING:
         return Load(num_loading=1, loading_tokens=num_tokens, num_urgent=int(urgent))

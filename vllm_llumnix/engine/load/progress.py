@@ -145,7 +145,7 @@ class Progress:
             self._seconds_per_token += (1 - MEMORY) * (seconds / tokens - self._seconds_per_token)
 
     def _longest_believed(self, tokens: int) -> float:
-        """What a step counts as at most. Up to the second of these the limit is `PATIENCE_SECONDS` in any case."""
+        """Largest assumed duration of a step. Up to the second of these the limit is `PATIENCE_SECONDS` in any case."""
         return max(SLOWER * self._expected_seconds(tokens), PATIENCE_SECONDS / PATIENCE_FACTOR)
 
     # Any thread
@@ -155,7 +155,7 @@ class Progress:
 
     @property
     def limit_seconds(self) -> float:
-        """How long the loop may take before it is suspect."""
+        """Time that the loop may take before it is suspect."""
         return max(PATIENCE_SECONDS, PATIENCE_FACTOR * self._expected_seconds(self._tokens))
 
     @property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine's steps computed, and how long they took: for whoever predicts latencies.
+"""Records the computed tokens and durations of the engine's steps, for predictions of latency.
 
-To look through a batch costs a fraction of a microsecond for each request in it, so that is done a few times a second;
-steps with prefills have a quota of their own, as most steps have none at moderate load. Of all steps with decodes there
-are sums, from counts that are kept anyway.
+Reading a batch costs a fraction of a microsecond per request, so it is done a few times a second; steps with prefills
+have a quota of their own, as most steps have none at moderate load. All steps with decodes are summed, from counts that
+are kept anyway.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class StepTimes:
 
 
 def sample_of(scheduled: SchedulerOutput) -> StepSample:
-    """What a batch computes. A request of which one token is computed decodes, and so does one with a draft. One that
-    vLLM does not describe counts as new: an error here would end the engine."""
+    """The computed tokens of a batch. A request with one computed token, or with a draft, decodes. One that vLLM does
+    not describe counts as new: an error here would end the engine."""
     computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     known = scheduled.scheduled_cached_reqs
     computed |= zip(known.req_ids, known.num_computed_tokens, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a request that has arrived becomes one of this engine's, unless that is called off first."""
+"""Admits an arrived request to this engine, unless that is revoked first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Admission:
         self._decided = False
 
     def revoke(self) -> bool:
-        """Whether that was in time: then the request is not admitted. Any thread."""
+        """True if the admission was revoked in time. Any thread."""
         return self._decide()
 
     async def run(self, request: Request, residence: Residence, under: Admit, cached_tokens: int) -> None:

@@ -53,7 +53,7 @@ class DestinationBlocks:
 
     @property
     def pairs(self) -> bool:
-        """Whether both sides count in the same rows."""
+        """True if both sides count in the same rows."""
         return self._pairing is not None
 
     async def choose_transport(self, *, may_stay: bool) -> str:

@@ -43,11 +43,12 @@ from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.errors import TransportError
 
 TURN_SECONDS = 1.0
-"""How long a request waits for the grammars of others from its source: it holds a place that other moves could have."""
+"""Time for which a request waits for grammars of others from its source, as it holds a slot that other moves could
+use."""
 
 
 class DestinationShell(Shell[Destination]):
-    """One request that may come, counted in `rows`. `end_here` aborts requests of this engine, by id; `on_event` is
+    """A request that may come, counted in `rows`. `end_here` aborts requests of this engine, by id; `on_event` is
     called after each event of the machine."""
 
     def __init__(
@@ -114,7 +115,7 @@ class DestinationShell(Shell[Destination]):
             self.source_instance, self.source_address = request.src_engine_id, request.src_address
 
     def take_round(self, request: CopyRoundRequest) -> on.DestinationEvent:
-        """What a round brings beside the machine's event, once."""
+        """Takes a round's blocks and tokens, once, and returns the machine's event."""
         if request.round > self._last_round:
             self._last_round = request.round
             self.blocks.find_at_source(request.from_block, request.to_block, request.block_ids)

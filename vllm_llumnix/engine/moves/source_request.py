@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a move out of this engine does to its request on the engine's loop: looks, freezes, pins, lets go of it."""
+"""Changes of a moving request on its source's loop: it is inspected, frozen, pinned and released here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vllm_llumnix.wire.request_wire import RequestState
 
 
 class SourceRequest(Leaving):
-    """One request of one move. Loop thread, but for what others may read: `frozen`, `num_pinned_blocks`.
+    """A request of one move. Loop thread, except for `frozen` and `num_pinned_blocks`, which others may read.
 
     `on_frozen` and `on_end` are called on the llumlet's thread: when the request is frozen and no step works on it, and
-    when it ends before it could leave, with how. `insists`: where more input comes meanwhile, that waits; else the
-    request stays for it.
+    when it ends before it could leave, with the way of its end. `insists`: further input waits for the move; otherwise
+    the request stays for it.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class SourceRequest(Leaving):
         self.computed_tokens = 0
         """Tokens whose KV was final when it was first looked at."""
         self.queued = False
-        """Whether it had computed nothing then."""
+        """True if it had computed nothing at that time."""
         self.rows = context.loop.port.rows
-        """What this move counts in. Written by the llumlet's thread, before it has anything pinned."""
+        """The rows of this move. Written by the llumlet's thread before anything is pinned."""
         self._insists = insists
         self._num_parts = residence.num_parts
         """Parts of its input when it was first looked at."""
@@ -122,7 +122,7 @@ class SourceRequest(Leaving):
         self._port.release(self.request)
 
     def _require_no_more_input(self) -> None:
-        """What was told of the request would not be true any more. Raises Refused."""
+        """Raises Refused if further input would make the sent description of the request false."""
         if self.residence.num_parts != self._num_parts:
             raise Refused(Reason.PREFILL_RUNNING, "a part of its input has come meanwhile")
 

@@ -52,10 +52,10 @@ LOCAL = "local"
 
 
 class SourceShell(Shell[Source]):
-    """One attempt to move one request. `done` is resolved with the last report.
+    """An attempt to move a request. `done` is resolved with the last report.
 
-    `deadline_s`: for a call in which no bytes move, and for a question to the origin. `on_end` is called when nothing
-    of the move holds the request here any more.
+    `deadline_s`: for a call without copied bytes, and for a question to the origin. `on_end` is called when the move
+    holds nothing of the request here any more.
     """
 
     def __init__(

@@ -24,9 +24,10 @@ logger = logging.getLogger("vllm.llumnix")
 
 
 class RequestBuilder:
-    """One per engine. Helper threads do what takes long; the request belongs to the caller until it is admitted.
+    """Builds requests, one builder per engine. Helper threads do the slow parts; the request belongs to the caller
+    until it is admitted.
 
-    This is a front door: what passes here reaches the engine's loop, where a wrong value would end every request.
+    This is a front door: a wrong value that passes it would end every request of the engine.
     """
 
     def __init__(self, engine: Engine, reaches: Reach, adapters: Adapters, record: StepRecord) -> None:
@@ -38,7 +39,8 @@ class RequestBuilder:
         self._grammars = Grammars(engine.structured_output_manager, record)
 
     async def read(self, data: bytes) -> tuple[RequestState, Residence]:
-        """What came of a request, and its residence here, with an origin that may be spoken to. Raises Refused."""
+        """The state of an arrived request, and its residence here, with an origin that may be contacted. Raises
+        Refused."""
         state = await asyncio.to_thread(decode_state, data)
         if (problem := self._reaches.why_not_relay(state.origin)) is not None:
             raise Refused(Reason.ADDRESS_REFUSED, f"origin: {problem}")

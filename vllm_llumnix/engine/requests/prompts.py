@@ -109,7 +109,7 @@ def check_tokens(token_ids: list[int], vocab_size: int) -> None:
 EMBEDDED = "prompt_embeds"
 """vLLM's modality for parts of a prompt that are given as embeddings beside images: no processor knows it."""
 GRID = "_grid_thw"
-"""How the field ends that says of an image how many patches it has: in time, in height, in width."""
+"""End of the name of the field with an image's numbers of patches: in time, height and width."""
 
 
 def why_features_stay(engine: Engine) -> str | None:
@@ -137,8 +137,8 @@ class Form:
 
 
 class Forms:
-    """What items of each modality look like here. Any thread; the first item of a modality takes as long as its
-    largest takes the processor."""
+    """The forms of the items of each modality here. Any thread; the first item of a modality takes as long as the
+    processor needs for its largest."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -230,7 +230,7 @@ def _kinds(data: Any) -> set[tuple[torch.dtype, int]]:
 
 
 def _by_grid(item: MultiModalKwargsItem, form: Form, hf_config: Any) -> int | None:
-    """How many embeddings an image has by its grid; None if it has none. Raises Refused if its pixels do not fit."""
+    """Number of embeddings of an image by its grid; None if it has none. Raises Refused if its pixels do not fit."""
     grids = [element.data for name, element in item.items() if name.endswith(GRID)]
     merge = getattr(getattr(hf_config, "vision_config", None), "spatial_merge_size", None)
     if len(grids) != 1 or not isinstance(merge, int):
@@ -249,7 +249,7 @@ def _by_grid(item: MultiModalKwargsItem, form: Form, hf_config: Any) -> int | No
 
 
 def _is_like(item: MultiModalKwargsItem, form: Form) -> bool:
-    """Whether an item differs from the processor's in nothing that the length of its embedding could depend on."""
+    """True if an item equals the processor's in everything that could change the length of its embedding."""
     for name, element in item.items():
         ours, theirs = form.fields[name].data, element.data
         if not isinstance(ours, torch.Tensor) or ours.shape != theirs.shape:

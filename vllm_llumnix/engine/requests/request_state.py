@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels of a request: how it was asked, what it has produced, and which engines can take it.
+"""The transported state of a request: its parameters, its output, and the engines that can take it.
 
-The destination checks what arrives like a front door does: a peer's word that a token id exists or a length fits is not
-taken.
+The destination checks it like a front door, and does not trust a peer about token ids and lengths.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _STRUCTURED_OUTPUTS: Final = {field.name for field in dataclasses.fields(Structu
 
 @dataclasses.dataclass(slots=True)
 class Residence:
-    """What this engine remembers of a request beyond vLLM's `Request`; it hangs on the request and dies with it.
+    """An engine's knowledge of a request beyond vLLM's `Request`, which holds it.
 
-    `base` and `next_index` count output tokens, over all answers where the input comes in parts; they matter once the
-    request has moved, when its outputs go through the relay with an index.
+    `base` and `next_index` count output tokens, over all answers if the input comes in parts; they matter once the
+    request has moved and its outputs go through the relay with an index.
     """
 
     origin: str | None
@@ -51,7 +50,7 @@ class Residence:
     last_hop: int = 0
     handover_open: bool = False
     admitting: bool = False
-    """Whether its admission may still be revoked: the origin does not hear yet that the request is here."""
+    """True while its admission may be revoked: the origin is not told yet that the request is here."""
     num_parts: int = 0
     """Parts of its input that have come, if it comes in parts (`sessions`); else 0."""
     num_earlier: int = 0
@@ -72,8 +71,8 @@ REPEATED_TOKENS = 64
 
 
 def repeat_from(request: Request) -> list[int]:
-    """What the request's new engine repeats. Nothing of an answer to a part of an input: the answer has an end, which
-    cannot be repeated."""
+    """Tokens that the request's new engine repeats. None of an answer to a part of an input, whose end cannot be
+    repeated."""
     if request.sampling_params.num_logprobs is not None or request.resumable:
         return []
     return list(request.output_token_ids[-REPEATED_TOKENS:])
@@ -84,7 +83,7 @@ def residence_of(request: Request) -> Residence | None:
 
 
 def first_holding(scheduler: Scheduler) -> Request | None:
-    """Who is first to wait for a turn with its KV cache in place; there, too, stand those that wait for more input."""
+    """The first request that waits for a turn with its KV cache in place, or for more input."""
     queue = scheduler.kv_holding_waiting
     if len(queue) <= scheduler.num_waiting_for_streaming_input:
         return None
@@ -177,8 +176,8 @@ def build_request(
 
 
 def _positions_of(state: RequestState, prompt_length: int, max_tokens: int, is_in_parts: bool) -> int:
-    """How many the request may come to need. vLLM lets a part of an input ask for more than there is beside the parts
-    before it, and ends the answer where its longest request does."""
+    """Positions that the request may need. vLLM lets a part of an input ask for more than is left, and ends the answer
+    at the length of its longest request."""
     if state.session is not None:
         return max(state.session.max_tokens, prompt_length + len(state.output_token_ids))
     return prompt_length if is_in_parts else prompt_length + max_tokens

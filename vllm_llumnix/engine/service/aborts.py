@@ -25,7 +25,7 @@ class Aborts:
         self._tasks = Tasks()
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
-        """What an operator, another engine or an origin wants to end, wherever it is by now."""
+        """Aborts a request for an operator, another engine or an origin, wherever it is."""
         response = AbortResponse()
         here = []
         for request_id in request.request_ids:
@@ -64,7 +64,7 @@ class Aborts:
         self._tasks.spawn(self._end(request_ids))
 
     def _belongs(self, request_id: str, origin: str, epoch: Epoch) -> bool:
-        """Whether this engine runs the request under `epoch`, for `origin`."""
+        """True if this engine runs the request under `epoch`, for `origin`."""
         request = self._loop.engine.scheduler.requests.get(request_id)
         residence = residence_of(request) if request is not None else None
         if residence is None:

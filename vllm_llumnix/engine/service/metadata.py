@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the llumlet tells of its engine that does not change while the engine lives, but for its LoRA adapters."""
+"""The metadata of an engine, constant while it lives except for its LoRA adapters."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ MAX_SMS = 8
 _PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
 
 _settled: dict[torch.device, Backend] = {}
-"""What "auto" means, where it was tried."""
+"""The backend of "auto" by device, where it was tried."""
 
 
 class Choice(NamedTuple):
-    """What "auto" is on a device, and why what would have come before it is not."""
+    """The backend of "auto" on a device, and the reasons against the ones before it."""
 
     backend: Backend
     passed_over: tuple[str, ...]

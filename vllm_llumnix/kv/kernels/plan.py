@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend is handed: a copy whose every address has been checked.
+"""The checked arguments of a copy for a backend.
 
-Backends check nothing. Whoever adds an argument here checks it in `planned`.
+Backends check nothing: `planned` must check every argument.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ class BlockCopy:
 
 @functools.lru_cache(maxsize=64)
 def region_table(layout: BlockLayout) -> Ids:
-    """One row for each region: `struct Region` of csrc/block_pages.h.
+    """A row per region: `struct Region` of csrc/block_pages.h.
 
-    Columns: number of its first layer, offset, layer stride, block stride and page size in the storage, and where its
-    first page lies among the bytes of a block in the buffer.
+    Columns: number of its first layer, offset, layer stride, block stride and page size in the storage, and the
+    position of its first page among the bytes of a block in the buffer.
     """
     rows, first_layer, packed_offset = [], 0, 0
     for region in layout.regions:
@@ -223,9 +223,9 @@ def _checked_ids(layout: BlockLayout, block_ids: Sequence[int] | Ids) -> Ids:
 
 @functools.lru_cache(maxsize=64)
 def _pages_are_disjoint(layout: BlockLayout) -> bool:
-    """Whether no byte belongs to two pages, as in every layout that vLLM makes, and in every cut of one.
+    """True if no byte belongs to two pages, as in every layout that vLLM makes, and in every cut of one.
 
-    Looks at the two outermost dimensions only: True is always right, an interlaced layout may be called overlapping.
+    It reads only the two outermost dimensions: True is always right, an interlaced layout may be called overlapping.
     """
     regions = _with_rows_joined(layout.regions)
     if not all(_steps_clear(region, layout.num_blocks) for region in regions):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a backend does what it is there for, before anybody waits for it.
+"""Tries a backend before it is used.
 
-That a library loads says little: a kernel compiled for another GPU, or by a newer CUDA than the driver's, fails at its
-launch, and Triton compiles at its first. So each form of the copy that moves will ask for is carried out once: both
-ways, of two blocks and of one alone, with the pages of this worker at addresses aligned as its own, whole and cut as
-for an engine with another number of ranks, another block size or another order within pages.
+A library that loads may still fail: a kernel compiled for another GPU, or by a newer CUDA than the driver's, fails at
+its launch, and Triton compiles at its first. So each form of copy that moves need is carried out once: both ways, of
+two blocks and of one alone, with the pages of this worker at addresses aligned as its own, whole and cut as for an
+engine with another number of ranks, another block size or another order within pages.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Carry = Callable[[BlockCopy], None]
 
 
 def why_not(carry: Carry, layout: BlockLayout, device: torch.device) -> str | None:
-    """What is wrong with the copies that `carry` makes of pages like the layout's; None if nothing is.
+    """The fault of the copies that `carry` makes of pages like the layout's; None if there is none.
 
-    Takes the memory of a few pages of each kind for as long as it lasts. Raises `torch.OutOfMemoryError`.
+    Takes the memory of a few pages of each kind meanwhile. Raises `torch.OutOfMemoryError`.
     """
     few = few_blocks(layout)
     before = _noise(few.storage_bytes, seed=1), _noise(NUM_BLOCKS * few.bytes_per_block, seed=2)

@@ -13,7 +13,7 @@ import triton.language as tl
 from vllm_llumnix.kv.kernels.plan import BlockCopy, table_on
 
 CHUNK_BYTES = 32 * 1024
-"""What a program has in flight at once."""
+"""Bytes that a program has in flight at once."""
 NUM_WARPS = 8
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

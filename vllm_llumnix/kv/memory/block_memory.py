@@ -155,7 +155,7 @@ class CudaMemory(Cuttable):
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """What is enqueued within goes to a stream of this memory's, and is done afterwards."""
+        """Enqueues the work within on a stream of this memory's; it is done afterwards."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
             self._stream.synchronize()

@@ -35,7 +35,7 @@ _OF_STATES: Final[tuple[OfStates, ...]] = ("recurrent", "inputs")
 _MOST_DRAFTS: Final = 16
 """The inputs behind so many have places of every alignment."""
 _MOST_PIECES: Final = 1 << 14
-"""Of a page, when it is cut: 128 heads of 128 dimensions each have one on a CPU."""
+"""Largest number of pieces of a cut page: 128 heads of 128 dimensions each have one on a CPU."""
 
 
 class TensorRegion(msgspec.Struct, frozen=True):
@@ -60,10 +60,10 @@ class Strip(msgspec.Struct, frozen=True):
 
 
 class StatePart(msgspec.Struct, frozen=True):
-    """What of the page of a state its next step looks at: `num_bytes` bytes from `offset` on.
+    """The part of a state's page that its next step reads: `num_bytes` bytes from `offset` on.
 
-    Beside speculative decoding there is a state for each draft that may be accepted. A recurrent one has a block of its
-    own for each; the inputs of a convolution begin `step_bytes` further on in the same block for each.
+    Speculative decoding keeps a state for each draft that may be accepted. Recurrent states have a block each;
+    convolution inputs begin `step_bytes` further on in the same block for each.
     """
 
     offset: int
@@ -77,12 +77,12 @@ class StatePart(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """Of every page, the part that is number `index` of `count` equal ones: of its KV heads, or of its tokens.
+    """The slice of each page to copy: slice `index` of `count`, along KV heads or along tokens.
 
-    Workers of one engine have all heads between them, so that those of an engine of more workers have parts of these.
-    Where pages of the two have their heads and tokens in another order, the heads' `vectors` are taken one by one, in
-    the same order of both. Pages of more tokens hold several of fewer. Of a state the recurrent parts, all of them
-    (number 0 of 1), or the inputs behind so many accepted drafts.
+    Workers of one engine share the heads, so those of an engine with more workers have parts of these. If the order of
+    heads and tokens differs, the heads' `vectors` are taken one by one, in the same order. Pages of more tokens hold
+    several of fewer. For states: all recurrent parts (0 of 1), or the convolution inputs behind `index` accepted
+    drafts.
     """
 
     index: int
@@ -199,7 +199,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     @property
     def _parts(self) -> dict[str, int]:
-        """How many parts a page may be cut into, by what they are parts of."""
+        """Numbers of parts that a page may be cut into, by dimension."""
         return {
             "heads": self.heads,
             "vectors": self.heads * self.has_vectors,
@@ -208,7 +208,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     @property
     def has_vectors(self) -> bool:
-        """Whether what is kept of one head and one token lies in one place, with others like it around."""
+        """True if the data of one head and token lies in one place, with others like it around."""
         return bool(self.heads) and [strip.count for strip in self.strips] == [1]
 
     def _vectors_of(self, region: TensorRegion, cut: Cut) -> Iterator[tuple[int, int]]:
@@ -310,7 +310,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     @property
     def layers_outermost(self) -> bool:
-        """Whether neighbours in memory are blocks of one layer, rather than layers of one block."""
+        """True if neighbours in memory are blocks of one layer, rather than layers of one block."""
         return all(region.layer_stride >= region.block_stride for region in self.regions)
 
     def pieces(self, block_ids: Sequence[int], layers_outermost: bool | None = None) -> tuple[Words, Words]:

@@ -35,7 +35,7 @@ _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 
 def arrangement_of(worker: Worker, device: str) -> str:
-    """How the attention kernels pack the inside of a page."""
+    """The packing of a page's inside by the attention kernels."""
     if device == "cpu":
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
         return "+".join(sorted({isa for layer in layers if (isa := getattr(layer, "isa", None))})) or "none"
@@ -124,7 +124,7 @@ def _state_parts(
 def _parts_of(
     model_runner: ModelRunner, spec: StateSpec, states: Sequence[torch.Tensor], num_drafts: int
 ) -> list[StatePart]:
-    """Those of one layer, with addresses in block 0."""
+    """The parts of one layer, with addresses in block 0."""
     try:
         model = cast(Any, model_runner.model)
         functions = model.get_mamba_state_copy_funcs({spec.mamba_type})[spec.mamba_type]
@@ -147,12 +147,11 @@ def _parts_of(
 def _strips(
     specs: Sequence[KVCacheSpec], regions: Sequence[TensorRegion], num_vectors: int, num_rows: int, arrangement: str
 ) -> tuple[Strip, ...]:
-    """What the inside of all pages repeats; nothing where that is not known, or not the same in all. `num_vectors`: of
-    keys and values that a page has, one for each head and token. `num_rows`: pieces in which all heads follow each
-    other.
+    """The pattern inside all pages; empty if it is unknown or differs. `num_vectors`: keys and values of a page, one
+    per head and token. `num_rows`: pieces in which all heads follow each other.
 
-    Kernels of GPUs have keys and values of a token side by side. Those of CPUs without AMX keep the keys of a head
-    transposed, number by number, and its values behind them, token by token.
+    GPU kernels have a token's keys and values side by side. CPUs without AMX keep the keys of a head transposed, number
+    by number, and its values behind them, token by token.
     """
     sizes = {region.page_bytes for region in regions}
     if not num_vectors or len(sizes) != 1:
@@ -172,9 +171,9 @@ def _strips(
 
 
 def _heads_and_tokens(specs: Sequence[KVCacheSpec], layout: str) -> tuple[int, int]:
-    """How many every page has; nothing where they differ, pages have more in them than keys and values, layers of
-    several groups are taken for one page, or the backend has slots of its own instead of one for each head: FlashInfer
-    keeps all keys before all values in NVFP4, and B12X a plane of each."""
+    """The numbers of heads and tokens of every page; empty if they differ, if pages hold more than keys and values, if
+    layers of several groups share a page, or if the backend has slots of its own: FlashInfer keeps all keys before all
+    values in NVFP4, and B12X a plane of each."""
     shapes = set()
     for spec in specs:
         if _kinds_of(spec).isdisjoint(_OF_HEADS) or not _kinds_of(spec).isdisjoint(_NOT_OF_HEADS):
@@ -187,7 +186,7 @@ def _heads_and_tokens(specs: Sequence[KVCacheSpec], layout: str) -> tuple[int, i
 
 
 def has_states(model_runner: ModelRunner) -> bool:
-    """Whether some layers keep a state that changes with every step."""
+    """True if some layers keep a state that changes with every step."""
     specs = [spec for group in model_runner.kv_cache_config.kv_cache_groups for spec in _spec_of(group).values()]
     return any("MambaSpec" in _kinds_of(spec) for spec in specs)
 
@@ -210,7 +209,7 @@ def _overlaid(regions: list[TensorRegion], *, blocks_outside: bool) -> list[Tens
 
 
 def _element_bytes(spec: KVCacheSpec) -> int:
-    """Of a state, which has several tensors, the smallest."""
+    """Bytes of an element; the smallest for a state, which has several tensors."""
     dtypes = getattr(spec, "dtypes", None) or (cast(AttentionSpec, spec).dtype,)
     return min(int(dtype.itemsize) for dtype in dtypes)
 
@@ -282,7 +281,7 @@ def carried_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 
 
 def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Of one layer there may be several: states have parts."""
+    """The tensors of all layers: states have several per layer."""
     for cache in caches:
         if isinstance(cache, torch.Tensor):
             yield cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mover and its engine say to each other: msgpack, tagged by type, one message a frame."""
+"""Messages between a mover and its engine: msgpack, tagged by type, one message a frame."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class CudaShare(msgspec.Struct, frozen=True):
-    """What another process of this host needs to map a GPU's memory: its name, and torch's own description."""
+    """The information with which another process of this host maps a GPU's memory: its name, and torch's own
+    description."""
 
     gpu: str
     handle: bytes
@@ -46,11 +47,10 @@ class CudaShare(msgspec.Struct, frozen=True):
 
 
 class NixlMemory(msgspec.Struct, frozen=True):
-    """What a peer needs to read a worker's staging area with NIXL.
+    """The information with which a peer reads a worker's staging area by NIXL.
 
-    agent: the name of the NIXL agent beside the worker. metadata: NIXL's own description of it, opaque to us: how UCX
-    connects to it, and keys of the area. address, num_bytes: where the area lies in the agent's process. greeting: its
-    first bytes.
+    agent: the name of the NIXL agent beside the worker. metadata: NIXL's own opaque description of it: how UCX connects
+    to it, and keys of the area. address, num_bytes: the area in the agent's process. greeting: its first bytes.
     """
 
     agent: Annotated[str, msgspec.Meta(pattern=r"^llumnix-[0-9a-f]{32}$")]
@@ -95,14 +95,14 @@ class Thread(msgspec.Struct, frozen=True):
 
 
 class MoverInfo(msgspec.Struct, frozen=True):
-    """What a worker says about itself when its mover has started.
+    """A worker's description, sent when its mover has started.
 
     endpoint: where the mover listens (`ipc://…`, this host and user only). thread: the mover itself. isa: how the
     attention kernels arrange the inside of a page; bytes mean the same only between equal values. weights: fingerprint
     of this rank's part of the model's parameters; common_weights: this rank's part of one that does not depend on how
     the model is split. config: a name for the model's configuration. caches: what each layer keeps of a token, see
     `vllm_cache`. attention: the backends that keep it. copied_by: the backend of `kernels` that proved right here,
-    empty if no block can be moved; passed_over: what would have come before it, and why it does not.
+    empty if no block can be moved; passed_over: earlier choices, and why they were not taken.
     """
 
     rank: int
@@ -124,12 +124,12 @@ class MoverInfo(msgspec.Struct, frozen=True):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be copied from one engine to another, the same for each of its ranks.
+    """A copy from one engine to another, the same for each of its ranks.
 
-    job: what the caller knows the copy by, no other one at the same time. src_blocks, dst_blocks: block ids, of the
-    same number; block `src_blocks[i]` goes to block `dst_blocks[i]`, and none is written twice. cuts: which parts of
-    these. transport: its name. deadline_s: seconds from the mover's receipt of it to the end of the copy. final: a
-    stream waits for it, so that it goes before all others. tag: for traces and fault points.
+    job: the caller's name of the copy, unique at the time. src_blocks, dst_blocks: block ids, of the same number; block
+    `src_blocks[i]` goes to block `dst_blocks[i]`, and none is written twice. cuts: which parts of these. transport: its
+    name. deadline_s: seconds from the mover's receipt of it to the end of the copy. final: a stream waits for it, so
+    that it goes before all others. tag: for traces and fault points.
     """
 
     job: int

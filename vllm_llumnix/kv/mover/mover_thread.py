@@ -53,13 +53,13 @@ logger = logging.getLogger(__name__)
 _Key = tuple[bytes, int]
 
 SLEPT_SECONDS = 0.001
-"""What is left of a pace is slept when it is less: polling knows whole milliseconds."""
+"""Remaining pace that is slept rather than polled: polling knows whole milliseconds."""
 MAX_PACES = 64
 MAX_PROBES = 32
 """Which wait for peers at a time; further ones wait for these."""
 PROBE_THREAD = "llumnix-probe"
 TIDY_SECONDS = 5.0
-"""How long something may be held of a peer that has gone. A GPU's memory is free only when nobody maps it."""
+"""Time for which something of a gone peer may be held. A GPU's memory is freed only when nobody maps it."""
 SILENCE_SECONDS = 0.02
 """Time for which other pulls go before one that has just waited in vain for its peer, for a few milliseconds."""
 
@@ -344,7 +344,7 @@ class Mover:
             yield_cores(polite)
 
     def _advance(self) -> None:
-        """One chunk of the pull that is next."""
+        """Copies one chunk of the next pull."""
         free = [key for key, job in self._jobs.items() if not job.pace.delay()]
         if not free:
             return

@@ -22,18 +22,18 @@ from vllm_llumnix.kv.settings import UNLIMITED, Limit
 CHUNK_BYTES = 8 << 20
 """Upper bound of a chunk: some 0.7 ms of copying, the longest that a mover does not listen."""
 CHUNK_SECONDS = 0.002
-"""What a chunk takes on a limited link."""
+"""Duration of a chunk on a limited link."""
 SMALLEST_CHUNK_BYTES = 16 << 10
 MEASURED_BYTES = 16 << 20
 """More than lies in the buffers of a connection, so that it is the link that is measured."""
 MEASURED_FOR_SECONDS = 60.0
-"""How long a measurement counts."""
+"""Time for which a measurement counts."""
 MEASURED_CHUNKS = 4
 """Chunks of which a pull that measures consists at least, so that a small one has more than a first."""
 
 
 class Pace:
-    """What one limit leaves of a link. Raises ValueError for a limit that lets nothing through."""
+    """The pace under one limit of a link. Raises ValueError for a limit that lets nothing through."""
 
     def __init__(self, limit: Limit = UNLIMITED, clock: Callable[[], float] = time.monotonic) -> None:
         rate, share = limit.bytes_per_s, limit.share
@@ -78,7 +78,7 @@ class Pace:
 
 
 class PacedPull:
-    """One pull at a pace. If it begins when the link is to be measured, it has no limit until that is done."""
+    """A pull at a pace. If it begins when the link is to be measured, it has no limit until that is done."""
 
     def __init__(self, pace: Pace, num_bytes: int) -> None:
         self._pace = pace
@@ -87,7 +87,7 @@ class PacedPull:
         self._has_begun = False
 
     def chunk_bytes(self) -> int:
-        """How much to copy before asking again."""
+        """Bytes to copy before asking again."""
         if self._is_measuring:
             wanted: float = self._num_bytes / MEASURED_CHUNKS
         elif self._pace.bytes_per_s is not None:

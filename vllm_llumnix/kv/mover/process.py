@@ -65,7 +65,7 @@ def describe_thread(thread: int) -> Thread:
 
 
 def has_ended(thread: Thread, process: PeerMemory) -> bool:
-    """Whether that thread of that process certainly runs no more. False where this process cannot see it."""
+    """True if that thread of that process certainly runs no more. False if this process cannot see it."""
     if (process.boot_id, process.pid_ns) != (boot_id(), pid_namespace()):
         return False
     return start_time(process.pid, thread.id) != thread.start_time
@@ -94,22 +94,22 @@ def allow_readers() -> bool:
 
 
 def yield_cores(politely: bool) -> None:
-    """Whether the calling thread, when it wakes up, leaves a core to the model that it finds there.
+    """Makes the calling thread leave a core to the model when it wakes up, or not.
 
-    A batch thread gets its share all the same. Of a lower nice value it would get next to nothing beside an engine that
-    spins, and it could not come back without privileges.
+    A batch thread still gets its share. With a lower nice value it would get almost nothing beside a spinning engine,
+    and it could not return without privileges.
     """
     with contextlib.suppress(OSError):  # a wish, no condition
         os.sched_setscheduler(0, os.SCHED_BATCH if politely else os.SCHED_OTHER, os.sched_param(0))
 
 
 def name_thread(name: str) -> None:
-    """What the system calls the calling thread, for those who look at it from outside; 15 bytes of it."""
+    """Names the calling thread for outside observers; 15 bytes of it."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def offer_of(nonce: bytes, layout: BlockLayout, cuda: CudaShare | None) -> bytes:
-    """What stands in the memory of a process that lets peers read `layout`: OFFER_BYTES bytes."""
+    """The offer in the memory of a process that lets peers read `layout`: OFFER_BYTES bytes."""
     return nonce + hashlib.blake2b(msgspec.msgpack.encode((layout, cuda)), key=nonce, digest_size=32).digest()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether bytes that came over a network which authenticates nobody are those that were sent.
+"""Checks that bytes from an unauthenticated network are those that were sent.
 
-The key and the seal travel over a connection that is trusted. Both kinds run at the speed of the memory that the bytes
-lie in, unlike a cryptographic hash.
+The key and the seal travel over a trusted connection. Both kinds run at the speed of the bytes' memory, unlike a
+cryptographic hash.
 """
 
 from __future__ import annotations

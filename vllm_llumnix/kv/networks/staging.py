@@ -27,7 +27,7 @@ from vllm_llumnix.kv.memory.layout import BlockLayout
 from vllm_llumnix.kv.mover.messages import DEPTH, GREETING_BYTES, SealKind
 
 SLOT_BYTES: Final = 4 << 20
-"""What is said and waited for between buffers takes as long as 1 MiB: `benchmarks/transport.py` moved 0.95 GB/s in
+"""Size of a buffer. The overhead between buffers costs as much as 1 MiB: `benchmarks/transport.py` moved 0.95 GB/s in
 buffers of 512 KiB, 1.4 of 2 MiB, 1.8 of 4 MiB, over loopback."""
 AREA_BYTES: Final = 512 << 20
 """Bytes of the area at most, unless it is for the least number of pulls. What is not used is touched by RDMA only,
@@ -41,7 +41,7 @@ NUM_PULLS: Final = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """One buffer: a row of bytes, which the network finds at `address`."""
+    """A buffer: a row of bytes, which the network finds at `address`."""
 
     memory: torch.Tensor
     address: int
@@ -52,7 +52,7 @@ class StagingArea:
     time, or for as many as `area_bytes` hold: further ones wait."""
 
     seal: SealKind = "gmac"
-    """What bytes here are best sealed with."""
+    """The best kind of seal for bytes here."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StagingArea:
             self._quarantined.append((slot, is_over))
 
     def blocks_of(self, memory: BlockMemory) -> Blocks:
-        """What gathers into buffers here, and scatters from them."""
+        """The blocks of a memory, gathered into and scattered from buffers here."""
         return memory
 
     def private(self) -> torch.Tensor:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both ends of a `tcp` transfer share: frames, and KV memory as buffers that a socket reads or writes itself."""
+"""The common part of both ends of a `tcp` transfer: frames, and KV memory as buffers that a socket reads or writes
+itself."""
 
 from __future__ import annotations
 
@@ -62,14 +63,15 @@ class Span:
             self._first += 1
 
     def send(self, connection: socket.socket, max_bytes: int) -> int:
-        """One call's worth; returns the bytes sent. Raises OSError."""
+        """Sends as much as one call takes; returns the bytes sent. Raises OSError."""
         buffers = self.buffers(max_bytes)
         sent = send_from(connection, *buffers)
         self.advance(sent)
         return sent
 
     def receive(self, connection: socket.socket, max_bytes: int) -> int:
-        """One call's worth; returns the bytes received, 0 if there is none now. Raises OSError, TransferFailed."""
+        """Receives as much as one call gives; returns the bytes, 0 if there are none now. Raises OSError,
+        TransferFailed."""
         received = receive_into(connection, *self.buffers(min(max_bytes, RECEIVE_BYTES)))
         self.advance(received)
         return received
@@ -79,14 +81,16 @@ class Span:
 
 
 def send_from(connection: socket.socket, *buffers: memoryview, more: bool = True) -> int:
-    """One call's worth; returns the bytes sent. `more`: their end may wait for what follows at once. Raises OSError."""
+    """Sends as much as one call takes; returns the bytes sent. `more`: their end may wait for what follows at once.
+    Raises OSError."""
     if isinstance(connection, ssl.SSLSocket):
         return connection.send(buffers[0])  # OpenSSL takes one buffer at a time
     return connection.sendmsg(buffers, (), socket.MSG_MORE if more else 0)
 
 
 def receive_into(connection: socket.socket, *buffers: memoryview) -> int:
-    """One call's worth; returns the bytes received, 0 if there is none now. Raises OSError, TransferFailed."""
+    """Receives as much as one call gives; returns the bytes, 0 if there are none now. Raises OSError,
+    TransferFailed."""
     try:
         if isinstance(connection, ssl.SSLSocket):
             received = connection.recv_into(buffers[0])

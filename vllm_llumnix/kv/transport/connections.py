@@ -90,14 +90,14 @@ class Connections:
             return connection
 
     def close(self) -> None:
-        """Nobody takes or keeps any by now."""
+        """Closes all connections, which nobody takes or keeps any more."""
         for connection in self.idle:
             connection.close()
         self.idle.clear()
 
 
 def readable(connections: Iterable[socket.socket], seconds: float = 0.0) -> bool:
-    """Whether one of them has something to read, now or within `seconds`, which count in thousandths.
+    """True if one of them can be read, now or within `seconds` (to a thousandth).
 
     Unlike `select` it takes file descriptors of any number.
     """

@@ -12,7 +12,7 @@ from typing import Final
 from vllm_llumnix.errors import TransportUnavailable
 
 REMEMBERED_SECONDS: Final = 60.0
-"""How long an answer counts: peers' Mooncake logs every connection on which it is asked nothing."""
+"""Validity of an answer: peers' Mooncake logs every connection without a question."""
 MAX_PLACES: Final = 256
 
 
@@ -35,7 +35,7 @@ class Obstacles:
             raise TransportUnavailable(obstacle)
 
     def remember(self, place: str, obstacle: str | None) -> None:
-        """What keeps us from reading it, for some time; None: nothing does."""
+        """Notes the obstacle to reading a place, for some time; None if there is none."""
         with self._lock:
             self._known[place] = (self._clock() + REMEMBERED_SECONDS, obstacle)
             self._known.move_to_end(place)

@@ -94,7 +94,7 @@ def _parts(num_blocks: int, bytes_per_block: int) -> Iterator[slice]:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """One connection's share of a pull."""
+    """A connection's share of a pull."""
 
     connection: socket.socket
     span: Transfer
@@ -102,7 +102,7 @@ class _Stream:
     done: bool = False
 
     def receive(self, max_bytes: int) -> int:
-        """What has come; the first and the last message, which are short, are waited for."""
+        """Receives available bytes; waits only for the first and the last message, which are short."""
         if not self.granted:
             if not readable([self.connection]):
                 return 0

@@ -18,9 +18,8 @@ from grpc import aio
 
 from llumlet.contract import types
 from llumlet.contract.channels import RenewedChannel
-from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
+from llumlet.contract.errors import REASON_METADATA, LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
 from llumlet.contract.proto.llumlet_pb2_grpc import LlumletStub, PeerStub
-from llumlet.contract.status_codes import REASON_METADATA
 from llumlet.process.addresses import Address
 from llumlet.process.credentials import NONE, Credentials
 

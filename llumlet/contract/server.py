@@ -19,10 +19,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from llumlet.contract.agent import Agent
-from llumlet.contract.detached import DetachedCalls
 from llumlet.contract.errors import LlumletError
 from llumlet.contract.proto import llumlet_pb2
-from llumlet.contract.servicer import add_services, refuse
+from llumlet.contract.servicer import DetachedCalls, add_services, refuse
 from llumlet.contract.types import MAX_MESSAGE_BYTES, Reason
 from llumlet.process.addresses import Address, is_loopback
 from llumlet.process.credentials import NONE, Credentials, Tls

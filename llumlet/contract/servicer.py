@@ -2,6 +2,9 @@
 """The two gRPC services around an `Agent`: they validate, call, and translate errors.
 
 This is the outermost loop of a call: every error of the agent ends here, as a gRPC status with a reason.
+
+A call outlives its caller: a move must not stop because its caller has left, and a Commit must not be cut because the
+source's deadline passed. So the agent's part of a call is a task of its own, for which the RPC handler only waits.
 """
 
 from __future__ import annotations
@@ -17,10 +20,9 @@ from grpc import aio
 
 from llumlet.contract import types, validation
 from llumlet.contract.agent import Agent, Destination, Operator, Report
-from llumlet.contract.detached import DetachedCalls
-from llumlet.contract.errors import LlumletError
+from llumlet.contract.errors import REASON_METADATA, LlumletError
 from llumlet.contract.proto import llumlet_pb2_grpc
-from llumlet.contract.status_codes import REASON_METADATA
+from llumlet.process.tasks import cancel
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,6 +40,50 @@ async def tell(context: Context, message: Message) -> None:
         await context.write(message)
     except aio.InternalError as error:  # what a write gives that comes before the news of the caller's end
         raise asyncio.CancelledError(str(error)) from error
+
+
+class DetachedCalls:
+    """The agent's calls in progress, those without a caller included."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, name: str, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(call, name=f"llumlet {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def settled(self, task: asyncio.Task[Any]) -> None:
+        """Wait until `task` is done, however it ends. Being cancelled here leaves it running."""
+        try:
+            await asyncio.wait({task})
+        finally:
+            if not task.done():
+                self.abandon(task)
+
+    def abandon(self, task: asyncio.Task[Any]) -> None:
+        """Leaves `task` without a caller: its failure is only logged."""
+        logger.info("the caller of %s left; the call goes on", task.get_name())
+        task.add_done_callback(_log_failure)
+
+    async def stop(self, grace_s: float) -> None:
+        """Give the calls `grace_s` seconds to end, then cancel them."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        await cancel(*self._tasks)
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if task.cancelled():
+        return
+    match task.exception():
+        case None:
+            pass
+        case LlumletError() as refusal:
+            logger.info("%s, whose caller had left, was refused: %s", task.get_name(), refusal)
+        case error:
+            logger.error("%s, whose caller had left, failed", task.get_name(), exc_info=error)
 
 
 class _Calls:

@@ -12,10 +12,16 @@ import pytest
 from grpc import aio
 
 from llumlet.contract.client import Deadlines, LlumletClient, failure_of
-from llumlet.contract.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
+from llumlet.contract.errors import (
+    REASON_METADATA,
+    STATUS_OF_REASON,
+    LlumletCallFailed,
+    LlumletError,
+    LlumletUnreachable,
+    NotALlumlet,
+)
 from llumlet.contract.proto.llumlet_pb2_grpc import PeerStub
 from llumlet.contract.server import RunningServer
-from llumlet.contract.status_codes import REASON_METADATA, STATUS_OF_REASON
 from llumlet.contract.types import MAX_MESSAGE_BYTES, Reason, parse_reason, reason_word
 from tests.llumlet import messages
 from tests.llumlet.fake_agent import FakeAgent

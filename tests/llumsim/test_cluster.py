@@ -230,7 +230,7 @@ def test_requests_of_a_dead_instance_go_on_elsewhere(ended: list[_Run]) -> None:
     conserve(ended)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.rest) for seed in range(1, 4))])
 def test_deaths_in_the_middle_of_moves_leave_nothing_behind(seed: int, ended: list[_Run]) -> None:
     draw = random.Random(seed)
     quick = replace(A10, cold_start_s=3.0)
@@ -410,6 +410,7 @@ def test_no_move_is_begun_if_none_is_worth_it() -> None:
     assert summary.moves == 0
 
 
+@pytest.mark.rest
 def test_fifty_instances_are_faster_than_real_time() -> None:
     """By a factor; how large is in docs/operate/simulator.md."""
     arrivals = load(20, 800)

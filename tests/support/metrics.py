@@ -91,10 +91,10 @@ def _rows(collectors: Iterable[Any]) -> list[Row]:
 
 
 def _section(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    yield f"\n## {title}\n\n| metric | type | meaning |\n|---|---|---|\n"
+    yield f"\n## {title}\n\n"
     for row in sorted(rows):
         labels = f"{{{','.join(row.labels)}}}" if row.labels else ""
-        yield f"| `{row.name}{labels}` | {row.kind} | {row.text} |\n"
+        yield f"- `{row.name}{labels}` ({row.kind}): {row.text}\n"
 
 
 if __name__ == "__main__":

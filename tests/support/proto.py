@@ -74,11 +74,10 @@ def _section(block: Block) -> Iterator[str]:
     if block.kind != "service" and block.name not in SHOWN:
         return
     yield f"\n## {block.name}\n\n" + (f"{block.comment}\n\n" if block.comment else "")
-    yield f"| {'call' if block.kind == 'service' else 'name'} | meaning |\n|---|---|\n"
     for name, comment in block.members:
         # A comment above several values of an enum that is no sentence is their title.
         if comment and (block.kind != "enum" or comment.endswith(".")):
-            yield f"| {_code(block, name)} | {comment.replace('|', chr(92) + '|')} |\n"
+            yield f"- {_code(block, name)}: {comment}\n"
     if others := [
         name for name, comment in block.members if not comment or (block.kind == "enum" and comment[-1] != ".")
     ]:

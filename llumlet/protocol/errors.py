@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol's errors.
 
-MigrationError             a move that does not happen; carries a `Reason`
+    MigrationError             a move that does not happen; carries a `Reason`
     └── Refused                the peer, or our own rules, refused; nothing was changed
     ProtocolError
     ├── LocalProtocolError     our own code drove a state machine wrongly

@@ -11,7 +11,7 @@ from llumlet.process.addresses import Address
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One life of one engine. Every change makes a new object, so that readers keep a consistent one."""
+    """A life of an engine. Every change makes a new object, so that readers keep a consistent one."""
 
     metadata: InstanceMetadata
     status: InstanceStatus | None

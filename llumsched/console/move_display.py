@@ -39,7 +39,7 @@ _STYLES = {
 
 
 class JsonDisplay:
-    """One JSON object per line on stdout.
+    """JSON objects on stdout, one per line.
 
     Like `TextDisplay`, a context manager around the moves; `failed` and `interrupted` also work outside.
     """

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the instances would report now: the columns of their last statuses, moved on by the step model of each.
+"""Estimates the present reports of the instances: the columns of their last statuses, advanced by each one's step
+model.
 
-A status is as old as its way was long, and as what happens without being told. Until the next one comes this much is
-known, or likely, and done here in closed form, for all instances at a time:
+A status is as old as its transport, and as what happens without a report. Until the next one this much is known or
+likely, and computed in closed form for all instances at a time:
 
     the step under way ends when its length says; it had run for `loop_age_ms` when the status was made;
     running prefills get their chunks, in steps that have `max_num_batched_tokens` less one for each decode;
     waiting requests are admitted while there are blocks for them; those that a step has left out before, when others
     have ended;
-    what was sent here since is admitted by the first step that begins after it came, if nobody waits before it;
-    each decode takes a token, and room for it, with each step; in which step it takes a block, and that it ends with
-    it, as it may have no more tokens, the instance has told (`coming_blocks`, `coming_ends`);
-    others end as often as requests did lately without its being foretold (`ends_per_token`).
+    requests sent since are admitted by the first step that begins after their arrival, if none waits before them;
+    each decode takes a token, and room for it, with each step; the instance has announced the steps in which decodes
+    take a block, or end as they may have no more tokens (`coming_blocks`, `coming_ends`);
+    others end as often as requests did lately without being foretold (`ends_per_token`).
 
-How many of these end is the median, not the mean: mostly nobody does, and a part of a request that is taken off every
+The number of these that end is the median, not the mean: mostly none does, and taking a part of a request off every
 instance would be wrong for nearly all of them.
 
-Nothing becomes more than there is room for, or less than nothing. An instance whose steps are not known yet, or of
-which the step under way has not ended, stays as it reported. Each time is counted from the status itself, so that
-nothing is carried over when the next one comes. `loop_age_ms` and `num_uncomputed_pairs` stay as they were: the
-predictions of latency step from the status on by themselves, and read it as it was reported.
+Values stay between zero and the available room. An instance with unknown step times, or whose step under way has not
+ended, stays as reported. All times count from the status itself, so that nothing is carried over to the next one.
+`loop_age_ms` and `num_uncomputed_pairs` stay as they were: predictions of latency start from the status as reported.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request at as many instances as it takes, whatever its path is.
+"""The attempts at a request, on any path, at as many instances as it takes.
 
     place -> send --answer------------------------------> client
       ^        |--lost before the client has anything: another instance, the same bytes
       |________|--refused by an instance that refuses too much: a second opinion
 
-How a stream is handed on, and what becomes of one that is lost in the middle, is left to `continuing` and `passing`.
+`continuing` and `passing` hand a stream on, and handle the loss of one in the middle.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _UNCOUNTED_PATIENCE = 3
 
 
 class Backend:
-    """One API server."""
+    """An API server."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint

@@ -4,7 +4,7 @@
 aiohttp's client took more than half of the gateway's time per request; it serves everything but clients' requests. This
 class writes a request at once, hands on a body as it is read, and keeps the connection if the answer ended well.
 
-IDLE -send-> HEAD -(1xx)-> HEAD -> BODY -> DONE -> IDLE        any state -connection lost-> CLOSED
+    IDLE -send-> HEAD -(1xx)-> HEAD -> BODY -> DONE -> IDLE        any state -connection lost-> CLOSED
 """
 
 from __future__ import annotations

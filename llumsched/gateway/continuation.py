@@ -7,7 +7,7 @@ from what the first engine would have sent (or, for sampled text, from its distr
 
 Ledger of tokens, half-open:
 
-first engine     [0 ........ P) prompt   [P ...... P+D) delivered | lost
+    first engine     [0 ........ P) prompt   [P ...... P+D) delivered | lost
     second engine    [0 ................... P+D) prompt               [P+D ...) its output
     usage told       prompt P, completion D + its output
 

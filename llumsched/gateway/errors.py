@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a request, and what its client is told.
+"""The errors of a request, and their answers to its client.
 
 GatewayError                       status and kind of the answer
   InvalidRequest            400

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model's tokenizer and chat template. Imported only by the processes that count."""
+"""A model's tokenizer and chat template. Imported only by the processes that count."""
 
 from __future__ import annotations
 

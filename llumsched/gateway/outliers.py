@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outlier detection: an instance that fails where others do not gets no new requests for a while. Pure.
 
-IN --faults--> OUT --its time is over--> ASKED --answers the gateway's own request--> TRIAL --successes--> IN
+    IN --faults--> OUT --its time is over--> ASKED --answers the gateway's own request--> TRIAL --successes--> IN
                     ^                          |                                            |
                     |______ longer each time __|________________ the next fault ____________|
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes that read and count clients' bodies.
 
-gateway ---socket pair for each---> worker, forked
+    gateway ---socket pair for each---> worker, forked
        `-------starts-----------------> host: loads the tokenizers, forks the workers, forks another if one ends
 
 The kernel limits each worker: CPU time per job (SIGPROF), four times as much clock time (SIGALRM), and memory

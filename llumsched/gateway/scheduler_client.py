@@ -101,7 +101,7 @@ class SchedulerAnswer:
     scheduler: Address
     request: SchedulingRequest
     result: list[LLMInstance]
-    """One or more instances."""
+    """Instances, at least one."""
 
 
 class SchedulerClient:
@@ -253,7 +253,7 @@ class SchedulerClient:
 
 
 class _Scheduler:
-    """One scheduler. Messages to it are sent one after another and arrive in order."""
+    """A scheduler. Messages to it are sent one after another and arrive in order."""
 
     def __init__(
         self, address: Address, session: aiohttp.ClientSession, headers: Mapping[str, str], tls: ssl.SSLContext | None

@@ -106,7 +106,7 @@ class EventStream:
     usage: Usage = Usage()
     """The usage that the stream told."""
     is_done: bool = False
-    """Whether the stream's end mark has come."""
+    """True if the stream's end mark has come."""
     is_parsed: bool = False
     """True if the engine parses reasoning or tool calls from the text."""
     has_event: bool = False

@@ -3,7 +3,7 @@
 
 The client's id names the instance and the owner, so that the gateway needs no search and answers nobody else:
 
-resp_<home><tag>_<number>       engines know it as resp_<number>, which the gateway chose
+    resp_<home><tag>_<number>       engines know it as resp_<number>, which the gateway chose
 
 `home` names the instance. `tag` is a MAC over home, number and the name of the client's key. Its secret is derived from
 all keys of `--api-key-file`, so that all gateways with this file read each other's ids. Without the file there is one

@@ -25,13 +25,13 @@ TRIAL_S: Final = 10.0
 
 @dataclass(eq=False, slots=True)
 class Case(Generic[Key]):
-    """One request, as far as trials go."""
+    """The case of a request in trials."""
 
     request_id: str
     was_lost: bool = False
     """True if an instance has died with it."""
     deaths: list[Key] = field(default_factory=list)
-    """Those of these instances that it may have crashed."""
+    """Instances of these that it may have crashed."""
     is_guilty: bool = False
     at: Key | None = None
     """The instance at which it is on trial."""

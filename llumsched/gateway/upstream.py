@@ -112,7 +112,7 @@ def response_headers(engine: CIMultiDict[str], request_id: str) -> CIMultiDict[s
 
 
 class Call:
-    """One request at one engine: `async with call as answer`, from its dispatch to its end.
+    """A request at an engine: `async with call as answer`, from its dispatch to its end.
 
     The block begins with the answer's head. Leaving it early ends the request at the engine. Raises StreamLost for all
     failures, also within the block, and OutOfDescriptors.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the five numbers of a step model to measured steps.
 
-seconds ~ a + b · prefill tokens + c · Σ pairs + d · decodes + e · Σ decode KV
+    seconds ~ a + b · prefill tokens + c · Σ pairs + d · decodes + e · Σ decode KV
 
 A chunk of p prompt tokens that begins at position s has p · s + p · (p + 1) / 2 pairs of a query and a key. A request
 with one computed token is a decode; its decode KV is all its tokens, including that one.

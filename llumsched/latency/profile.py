@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of an engine's steps before it has made any: a file of our own, or Llumnix's two.
+"""Profiles of an engine's steps, known before it has made any: a file of our own, or Llumnix's two.
 
-Ours has the five numbers, and where they come from:
+Ours has the five numbers, and their origin:
 
     {"llumnix_profile": 1, "model": "qwen", "step_s": {"a": 0.03, "b": 2e-4, "c": 8e-9, "d": 1e-4, "e": 2e-6},
      "steps": 812, "error": 0.02, "description": "…"}
 
-Llumnix's have grids of measured milliseconds, of which it uses the medians: one of times to the first token by prompt
-length, one of times between tokens by batch and tokens of each request. They become steps to which the same five
-numbers are fitted. Where Llumnix's predictor is infinite beyond its grid, this one goes on.
+Llumnix's have grids of measured milliseconds, of which it uses the medians: times to the first token by prompt length,
+and times between tokens by batch and tokens of each request. The five numbers are fitted to them. Llumnix's predictor
+is infinite beyond its grid, this one is not.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ _SETTINGS: Final = {
 
 
 class _ModeSection:
-    """One mode's section of a document, with overrides."""
+    """The section of a mode in a document, with overrides."""
 
     def __init__(self, source: str, document: Any, mode: Mode, overrides: Overrides) -> None:
         fits = attrgetter("full" if mode is Mode.FULL else "lite")

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a request would wait for its first token, and for each one after it, by the step model of each instance.
+"""Predicts a request's wait for its first token, and for each later one, by the step model of each instance.
 
-What an instance does until then is stepped through in closed form, for all instances at a time. With base = a + d ·
-decodes + e · decode KV, a step that computes x prefill tokens takes base + b · x + c · pairs; prefills get what decodes
-leave of `max_num_batched_tokens`, first come, first served.
+The instance's work until then is computed in closed form, for all instances at a time. With base = a + d · decodes + e
+· decode KV, a step that computes x prefill tokens takes base + b · x + c · pairs; prefills get what decodes leave of
+`max_num_batched_tokens`, first come, first served.
 
-TTFT. The status says what there was to compute when the step under way had run for `loop_age_ms`; since then `age_s`
-have passed. So it is known which step is under way now and when it ends. What is left then of the prefills, what was
-sent since, and the request itself, less what the prefix cache has of it, take ceil(tokens / budget) steps. Where there
-are no blocks for all of them, it is at least the time until there are: `gone_per_s` of the tokens of those that decode
-are given back, and those that stay take one for each of their tokens. Where the batch is full (`max_num_seqs`), it is
-at least the time until as many have ended as are before it, `ended_per_s` of those that decode. It is the time in the
-engine: not the way there, nor what the API server needs.
+TTFT. The status tells the work when the step under way had run for `loop_age_ms`; since then `age_s` have passed, which
+gives the present step and its end. The rest of the prefills, the requests sent since, and the request itself, less its
+cached prefix, take ceil(tokens / budget) steps. If there are no blocks for all of them, it takes at least until there
+are: decodes give back the share `gone_per_s` of their tokens, and the others take one block token per token. If the
+batch is full (`max_num_seqs`), it takes at least until as many have ended as are before it, `ended_per_s` of the
+decodes. It is the time in the engine, without the network and the API server.
 
-TPOT. base with the request in it, times `step_stretch`, for what prefills take of the time between two tokens.
+TPOT. base with the request in it, times `step_stretch`, for the share of prefills in the time between two tokens.
 
-The names, and that less is better, are those of Llumnix, whose `predicted_ttft` and `predicted_tpot` interpolate in a
-grid of measured values instead, and are infinite outside it.
+The names are Llumnix's, whose `predicted_ttft` and `predicted_tpot` interpolate in a grid of measured values and are
+infinite outside it. Less is better.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from llumsched.policy.pipeline import Screening
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One instance refused by one filter."""
+    """An instance refused by a filter."""
 
     filter: str
     reason: str

@@ -33,8 +33,8 @@ class Selector(Protocol):
     def name(self) -> str: ...
 
     def choose(self, rows: Rows, costs: Mapping[str, Values], order: IdOrder, draw: Draw) -> int:
-        """One of `rows`, which are not empty. `costs`: the policy's metrics by name and row, in order, with less being
-        better."""
+        """Chooses one of `rows`, which are not empty. `costs`: the policy's metrics by name and row, in order, with
+        less being better."""
         ...
 
 

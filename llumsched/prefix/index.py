@@ -4,7 +4,7 @@
 A name (`contract.block_hashes`) determines two buckets of eight places, and lies in one of them. A bucket is one CPU
 cache line; nothing is probed further, moved or rebuilt. A place is 12 bytes:
 
-name    8 bytes; 0: free
+    name    8 bytes; 0: free
     holder  4 bytes: the number of the only holder, or, if negative, a row of bits with one for each number
 
 Most blocks have one holder; a common system prompt is few blocks with many. If both buckets are full, or all rows are

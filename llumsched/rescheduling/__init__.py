@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves running requests from hot instances to cold ones, and away from failed ones.
 
-view ──> snapshot ──> planner ──> moves ──> executor ──> llumlets
+    view ──> snapshot ──> planner ──> moves ──> executor ──> llumlets
                              ^                      |
                              └────── history <──────┘
 

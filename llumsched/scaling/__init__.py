@@ -2,7 +2,7 @@
 """The desired number of instances of each model and role, and the order in which surplus ones leave. Pure: time is a
 parameter, and nothing is started or stopped here.
 
-columns of the cluster ──▶ load ──▶ scaler ──▶ Advice ──▶ GET /scale, Prometheus, `llumnix up --autoscale`
+    columns of the cluster ──▶ load ──▶ scaler ──▶ Advice ──▶ GET /scale, Prometheus, `llumnix up --autoscale`
                                           │
                                        leaving: cheapest first
 

@@ -4,7 +4,7 @@
 The paper scales by freeness: with M tokens of KV cache in each of n instances, V tokens used or claimed by waiting
 requests, and B requests, it is (n·M - V) / B, and must be at least a. Solved for n that is
 
-n ≥ (V + a·B) / M
+    n ≥ (V + a·B) / M
 
 which does not depend on the present number, so that starting and leaving instances do not change it and one step
 reaches the right number, where the paper steps by one. An empty cluster needs none.

@@ -29,7 +29,7 @@ AT_ONCE: Final = 50
 
 
 class PageReader:
-    """One connection's part of the feed."""
+    """A connection's part of the feed."""
 
     def __init__(self, instances: Iterable[str], moves: Iterable[MoveRecord]) -> None:
         self.instances = set(instances)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scaler says, over HTTP and to Prometheus.
+"""The scaler's advice over HTTP and for Prometheus.
 
     GET /scale                                    all groups: {"groups": [{"model": …, "wanted": 3, …}]}
-    GET /scale?model=NAME[&infer_type=neutral]    one of them alone: {"model": …, "wanted": 3, …}
+    GET /scale?model=NAME[&infer_type=neutral]    one group: {"model": …, "wanted": 3, …}
 
-The second is for KEDA's `metrics-api` scaler, whose `valueLocation` is then `wanted`: docs/operate/scaling.md.
+The second form is for KEDA's `metrics-api` scaler with `valueLocation: wanted`: docs/operate/scaling.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One component of the cluster as a process under a reaper."""
+"""A component of the cluster as a process under a reaper."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ComponentSpec:
 
 
 class Component:
-    """One component's process, on one event loop. `line` is called with each line of its output."""
+    """A component's process, on one event loop. `line` is called with each line of its output."""
 
     def __init__(self, spec: ComponentSpec, line: Callable[[str], None]) -> None:
         self.spec = spec

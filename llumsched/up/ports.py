@@ -50,7 +50,7 @@ def _keep(port: int) -> bool:
 
 
 def free_port() -> int:
-    """One of `free_ports`."""
+    """A port of `free_ports`."""
     return free_ports(1)[0]
 
 

@@ -139,7 +139,7 @@ class Reporter:
 
 
 class _Feed:
-    """One store, and the state that it has been told."""
+    """A store, and the state that it has been told."""
 
     def __init__(self, link: Link, reporter: Reporter) -> None:
         self.link = link

@@ -4,7 +4,7 @@
 A request that is moving out frees its blocks in a moment, where preempting another one would cost a prefill. Otherwise
 a status asks for a move, if there is a reader of statuses. The engine waits no longer than that is worth:
 
-no move under way    ASK_SECONDS for one to begin, unless the last question was recently in vain
+    no move under way    ASK_SECONDS for one to begin, unless the last question was recently in vain
     a move under way     HOLD_SECONDS, from the beginning of the shortage
     after that           the engine preempts, and does not wait before all requests have blocks again
 """

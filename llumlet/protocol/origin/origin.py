@@ -8,7 +8,7 @@ engines (`placement`), suspects one at a time (`suspects`).
 Events carry their time: outputs, messages, answers, a periodic look, a timer that `due` asked for. The resulting
 effects are then taken with `ready`, in order:
 
-origin.hear(identity, message, now)
+    origin.hear(identity, message, now)
     for effect in origin.ready(): …
 
 Released outputs are among them (`Deliver`): a shell that carries out all effects before the next event cannot reorder

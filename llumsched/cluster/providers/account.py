@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was sent to an instance and is not in its status yet (full mode).
+"""The requests sent to an instance that its status does not show yet (full mode).
 
 A request is in the account of its instance from its dispatch until the first of:
 
-    the instance's status names it as its gateway does (waiting, or recent: it arrived, whatever became of it since):
-    its load is counted there from now on, by the same status, so that it is never counted twice nor missed;
-    it is released: the gateway says that it did not get there, or that it is over;
-    it is dispatched again by the same gateway, under the same id and for the same stage: a retry, which replaces the
+    the instance's status names it (waiting, or recent, which includes requests that have ended): from then on the
+    same status counts its load, so that it is never counted twice nor missed;
+    it is released: the gateway says that it did not arrive, or that it has ended;
+    the same gateway dispatches it again under the same id and for the same stage: a retry, which replaces the
     placement;
     its instance left, or came back as a new life;
-    its time is over: a request that was aborted on its way never arrives. Time alone does it: no status is needed, so
-    that an idle instance, which has none to send, does not keep it. While no status can come, as the CMS is lost,
-    nothing is over: what was sent meanwhile is all that is known to have changed.
+    its time is over: a request that was aborted on its way never arrives. No status is needed for that, so an idle
+    instance, which sends none, does not keep it. While the CMS is lost nothing expires, as what was sent meanwhile
+    is all that is known to have changed.
 
-A request that moves between instances is in the status of its source, and with it out of the account, before it can
-move. A retry at the same instance within the time in which the engine remembers the first try is taken for found at
-the next status; it is missed until the engine has it, for some milliseconds.
+A request can move only after its source's status shows it, so it has left the account by then. A retry at an instance
+that still remembers the first try leaves the account at the next status, and is missed until the engine has it, for
+some milliseconds.
 
 A status costs as much as it names requests, and only while some are on their way.
 """

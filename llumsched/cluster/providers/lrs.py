@@ -4,7 +4,7 @@
 Each request and stage has a state. It begins at the dispatch with the prompt's tokens, grows with the gateway's
 reports, and ends when the gateway releases it. It also ends
 
-when its instance leaves;
+    when its instance leaves;
     when its gateway is lost: it has no keepalive connection and has not been heard for `gateway_ttl_s`;
     when nothing was reported of it for `state_ttl_s`.
 

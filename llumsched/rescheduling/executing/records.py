@@ -44,7 +44,7 @@ class Outcome(enum.StrEnum):
 
 @dataclass(slots=True)
 class MoveRecord:
-    """One call to one source. It changes until `outcome` is no longer OPEN."""
+    """A call to a source. It changes until `outcome` is no longer OPEN."""
 
     number: int
     move: Move

@@ -45,7 +45,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One call to one source. `gain` and `cost` are in load² · seconds; both 0 for a failover, which is not weighed."""
+    """A call to a source. `gain` and `cost` are in load² · seconds; both 0 for a failover, which is not weighed."""
 
     policy: str
     purpose: Purpose

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass of all policies over a snapshot. Pure.
+"""A pass of all policies over a snapshot. Pure.
 
 Failover precedes balancing in any configuration, and takes what it needs of a pass's moves. An instance is never source
 and destination in one pass, nor in running moves unless it fails meanwhile.
@@ -25,7 +25,7 @@ from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """One policy's outcome in a pass."""
+    """A policy's outcome in a pass."""
 
     policy: str
     num_sources: int

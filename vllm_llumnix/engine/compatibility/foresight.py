@@ -2,7 +2,7 @@
 """Finds out how a model's requests will move before it is deployed: vLLM builds it without weights, and plans its KV
 cache.
 
-python -m vllm_llumnix.engine.compatibility.foresight --model DIR [FLAGS OF vllm serve]
+    python -m vllm_llumnix.engine.compatibility.foresight --model DIR [FLAGS OF vllm serve]
 
 prints `Foresight` as JSON, for the device that vLLM finds here and as if one worker had all of the model: its division
 changes the sizes of pages and not their kinds.

@@ -5,7 +5,7 @@
 Production code runs on it unchanged: `asyncio.sleep`, timeouts, tasks. What the models do (the end of a step, a message
 on its way) is in the heap of `at`, which costs a tenth of an asyncio timer. Both are one order of time; of events at
 the same moment, the heap's come in the order in which they were asked for, and before the loop's timers. Nothing on
-this loop may wait for the world outside: there are no sockets, and who awaits a thread waits for ever.
+this loop may wait for the world outside: it has no sockets, and a task that awaits a thread waits for ever.
 
 `RealClock` has such a heap on any asyncio loop, beside real sockets. Its actions come late, as timers do. Steps none
 the less last what the model says: an engine goes by when they end, not by when it hears of that.
@@ -41,7 +41,7 @@ class Clock(Protocol):
 
 
 class Deadlock(RuntimeError):
-    """Something is awaited, and nothing will happen any more."""
+    """A task waits for an event that cannot come any more."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -67,13 +67,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return super().call_soon(callback, *args, context=context)
 
     def abandon(self) -> None:
-        """What is in the heap does not happen, and every task is cancelled and ends. For a run that has failed."""
+        """Cancel every task, drop the heap, and let the tasks end. For a run that has failed."""
         self._events.clear()
         self.run_until_complete(cancel(*asyncio.all_tasks(self)))
         self.run_until_complete(self.shutdown_asyncgens())
 
     def _jump(self, timeout_s: float | None) -> None:
-        """Do what happens until the loop's next timer, in so many seconds, or until it has something to do."""
+        """Run the heap's actions until the loop's next timer, or until the loop has something to do."""
         self._has_ready = False
         if timeout_s is not None and timeout_s <= 0:
             return
@@ -90,8 +90,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.BaseSelector):
-    """The selector of the loop: where that would wait for its sockets. The one that it registers itself, to be woken by
-    threads, is kept and never looked at."""
+    """A selector that jumps in time instead of waiting for sockets. It keeps the one socket that the loop registers
+    itself, by which threads would wake it, and never looks at it."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -135,14 +135,14 @@ class RealClock:
             self._wait()
 
     def set_speed(self, speed: float) -> None:
-        """Seconds in a second, from now on."""
+        """Let time pass `speed` times as fast from now on."""
         now_s = time.monotonic()
         self._set_ps += round((now_s - self._set_s) * self._speed * PS)
         self._set_s, self._speed = now_s, speed
         self._wait()
 
     def close(self) -> None:
-        """Nothing happens any more."""
+        """Drop all actions."""
         self._events.clear()
         self._wait()
 

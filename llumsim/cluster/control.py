@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The production scheduler side, put together on a virtual clock. Everything that this package needs of it is here.
 
-What is production: the view, the account, the dispatcher with its policies, complaints and table; the rescheduler with
-its planner, history and executor; the gateway's placement with its queue and its way round a scheduler that has nobody.
-What is not: the HTTP and gRPC between them, for which messages take their time elsewhere.
+Production code are the view, the account, the dispatcher with its policies, complaints and table; the rescheduler with
+its planner, history and executor; the gateway's placement with its queue and its fallback if a scheduler has no
+instance. Only HTTP and gRPC between them are left out: `cluster.run` and `cluster.member` model the time of messages.
 """
 
 from __future__ import annotations
@@ -51,27 +51,26 @@ class ControlConfig:
     policy: str = "load-balance"
     """The policy of dispatch: a built-in one's name, or the path of a `.yaml` file."""
     top_k: int | None = None
-    """In place of the policy's."""
+    """Replaces the policy's `top_k`."""
     priority_headroom: float | None = None
-    """For dispatch and rescheduling alike; None: what the rescheduler's settings say."""
+    """Headroom for urgent requests in dispatch and rescheduling; None takes the rescheduler's setting."""
     num_schedulers: int = 1
-    """Requests go to them in turn. Each knows what it has sent itself and what statuses tell; the first reschedules."""
+    """Schedulers, which get requests in turn. Each knows the statuses and its own dispatches; the first reschedules."""
     rescheduling: ReschedulingConfig | None = field(default_factory=ReschedulingConfig)
     account: bool = True
     account_staleness_s: float = 10.0
     forward_status: bool = False
-    """Whether dispatch sees statuses moved on to now; of the rescheduler its own settings say it."""
+    """Forward statuses to the present for dispatch. The rescheduler has its own setting."""
     has_hindsight: bool = False
-    """Whether each decision is compared with what it would have been on statuses of that moment. Nothing else depends
-    on it, but that these count as statuses, too."""
+    """Compare each decision with one on statuses of that moment. This changes nothing but the number of statuses."""
     foresight_s: float | None = None
-    """Pause between two looks at how far the first scheduler's view is from the truth; None: nobody looks."""
+    """Seconds between two comparisons of the first scheduler's view with the truth; None disables them."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     pass_s: float = 0.0003
-    """A rescheduling pass takes so long, …"""
+    """Duration of a rescheduling pass, …"""
     pass_s_per_instance: float = 6.5e-6
-    """… and so much longer for each instance (`benchmarks/reschedule_pass.py`). No time passes in it here, but the
-    pause after it depends on that."""
+    """… and its increase per instance (`benchmarks/reschedule_pass.py`). No time passes here: only the pause after it
+    depends on them."""
 
     @property
     def looks_ahead(self) -> bool:
@@ -81,7 +80,7 @@ class ControlConfig:
 
     @property
     def headroom(self) -> float:
-        """The one number that both go by."""
+        """The headroom of both dispatch and rescheduling."""
         said = self.priority_headroom
         if said is None and self.rescheduling is not None:
             said = self.rescheduling.constants(of_own_file=True).get("priority_headroom")
@@ -135,7 +134,7 @@ class Control:
                 connect=connect,
             )
             self._tasks.append(loop.create_task(self.rescheduler.run()))
-        self._session = aiohttp.ClientSession()  # of which nobody asks anything
+        self._session = aiohttp.ClientSession()  # required, never used
         self._backends = Backends((), self._session, Limits(config.gateway.max_ejected), {})
         self.placement = Scheduled(config.gateway, self._backends, _InProcess(self.dispatcher, self.hindsight), clock)
 
@@ -147,8 +146,7 @@ class Control:
         await self._session.close()
 
     async def place(self, request: Request, avoid: Collection[Address]) -> Placed | None:
-        """A place for a request; None if nobody takes it, after the gateway's wait. `avoid`: API servers that lost
-        it."""
+        """Place a request; None if no instance takes it within the gateway's wait. `avoid`: servers that lost it."""
         excluded = [self._backends.at(address) for address in avoid]
         try:
             return await self.placement.place(request, excluded)
@@ -156,7 +154,7 @@ class Control:
             return None
 
     def lost(self, placed: Placed) -> None:
-        """Says that a request did not get to its place."""
+        """Report that a request did not reach its place."""
         self.placement.release(placed, completed=False)
 
     def appeared(self, metadata: InstanceMetadata) -> None:
@@ -182,7 +180,7 @@ class Control:
 
 
 class Controls:
-    """All schedulers, each with its gateway."""
+    """The schedulers, each with its gateway."""
 
     def __init__(
         self,
@@ -208,7 +206,7 @@ class Controls:
         return await next(self._turns).place(request, avoid)
 
     def lost(self, placed: Placed) -> None:
-        for one in self._all:  # who has not placed it takes no notice
+        for one in self._all:  # the others take no notice
             one.lost(placed)
 
     def appeared(self, metadata: InstanceMetadata) -> None:
@@ -261,7 +259,7 @@ class _InProcess:
         """Lite mode only."""
 
     def tell(self, path: str, newest: Complaining | Attaining) -> None:
-        """Instances here answer or are gone, and nobody looks at a page."""
+        """Ignored: instances here answer or are gone."""
 
     async def close(self) -> None:
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long prompts and outputs are: distributions that are known by their mean and some percentiles.
+"""The lengths of prompts and outputs: distributions with a known mean and some percentiles.
 
-Between two percentiles the logarithm of the length is linear. Below the median it bends such that the mean is met;
-where no bend meets it, it is as near as can be.
+Between two percentiles the logarithm of the length is linear. Below the median it bends such that the mean is met, or
+is as near as any bend brings it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One instance of the simulated cluster.
+"""An instance of the simulated cluster, which reports its load at the cadence of `llumlet.contract.cms.reporter`.
 
-It reports as instances do (`contract.cms.reporter`): with every change, one push at a time and never more
-often than the link allows; tokens of running requests alone after a tenth of a second; an idle one repeats itself.
+A change is pushed at once, one push at a time and never more often than the link allows. Tokens of running requests
+alone are pushed after a tenth of a second. An idle instance repeats its status.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _PORT: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """When statuses are sent, and how long messages take. Seconds."""
+    """The timing of statuses and messages, in seconds."""
 
     hop_s: float = 0.0005
-    """One way, between any two processes."""
+    """Travel time of a message between any two processes."""
     push_interval_s: float = 0.005
-    """Between two pushes of one instance: of a gRPC link (`llumlet.contract.cms.stores`)."""
+    """Least time between two pushes of an instance, as on a gRPC link (`llumlet.contract.cms.stores`)."""
     tokens_s: float = 0.1
-    """After which a change that is only tokens is told."""
+    """Time until new tokens alone are reported."""
     keepalive_s: float = 1.0
     late_s: float = 0.0
-    """How much longer than a hop a status is on its way: the scheduler sees what was so long ago."""
+    """Additional delay of a status: the scheduler sees a state of that age."""
     foretold: float | None = None
-    """Share of the requests that end where their limit of tokens is; the others stop before, as nobody can tell. None:
-    statuses say nothing of coming steps."""
+    """Share of requests that end at their limit of tokens; the others stop before it, unpredictably. None: statuses do
+    not describe coming steps."""
 
 
 class Member(ModelledInstance):
@@ -83,14 +83,14 @@ class Member(ModelledInstance):
         self._push_waits = False
         self._told_after_ps = hop_ps
         self.num_statuses = 0
-        """That were sent."""
+        """Statuses sent."""
         self._push(loop.now_ps)
         # What was said so far is not late: it is what puts an instance into service.
         self._told_after_ps += round(cadence.late_s * PS)
         self._tick(loop.now_ps)
 
     def changed(self, now_ps: int) -> None:
-        """It is told, now or as soon as the link allows."""
+        """Push the status now, or as soon as the link allows."""
         super().changed(now_ps)
         if self._push_waits or not self.is_alive:
             return

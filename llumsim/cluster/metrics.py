@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: a record for each request, all gaps between tokens, and the state of the cluster once a second.
+"""Measurements: a record for each request, all gaps between tokens, and a sample of the cluster each second.
 
-Gaps are pooled over all tokens: a mean per request hides the stall in it. There are a billion of them in an hour of a
-thousand instances, so that they are counted by size, each within one percent.
+Gaps are pooled over all tokens: a mean per request hides the stall in it. An hour of a thousand instances has a billion
+gaps, so they are counted by size, each within one percent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_SHOWN: Final = 64
 
 
 class Gaps:
-    """How many gaps there were of which size."""
+    """Counts of gaps by size."""
 
     def __init__(self) -> None:
         self.counts = [0] * _NUM_SIZES
@@ -75,8 +75,8 @@ def _end(size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One line of the records. Times in seconds, from the request's arrival at the gateway to the client's side of it;
-    None where there was no token."""
+    """A line of the records. Times are seconds from the request's arrival at the gateway to the client; None without a
+    token."""
 
     id: str
     arrived_s: float
@@ -85,28 +85,28 @@ class RequestRecord:
     prompt_tokens: int
     output_tokens: int
     outcome: str
-    """finished, refused (nobody took it), or lost (its instance died, and nobody took it over)."""
+    """finished, refused (no instance took it), or lost (its instance died, and no other took it over)."""
     instances: list[str]
-    """Instances that had it, in turn."""
+    """Instances that ran the request, in order."""
     ttft_s: float | None = None
     tpot_s: float | None = None
     """Mean time of a token after the first; None for a single one."""
     e2e_s: float | None = None
     num_moves: int = 0
     num_restarts: int = 0
-    """Times that it began again after the death of an instance."""
+    """Restarts after the death of an instance."""
     num_preemptions: int = 0
     preemption_loss_s: float = 0.0
     """Seconds between each preemption and the next token."""
     recomputed_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that the prefix cache had."""
+    """Prompt tokens found in the prefix cache."""
     num_preemptions_after_move: int = 0
-    """Preemptions since its first move: at instances to which it was not dispatched."""
+    """Preemptions since the first move, on instances to which the request was not dispatched."""
 
     @property
     def has_moved(self) -> bool:
-        """Whether it changed place. Who began again after the death of an instance did not by that."""
+        """True if the request moved. A restart after the death of an instance is no move."""
         return self.num_moves > 0
 
 
@@ -119,10 +119,10 @@ class Sample:
     num_running: int
     num_waiting: int
     used_share: float
-    """Share of the KV blocks of all instances that is in use."""
+    """Share of all KV blocks that are in use."""
     fragmented_share: float
-    """Share of all blocks: what the heads of queues need, as far as the free blocks of the whole cluster would be
-    enough for them; free memory that is in the wrong place (Llumnix, OSDI'24)."""
+    """Share of all blocks that are free but in the wrong place: the demand of the queues' heads, as far as the free
+    blocks of the whole cluster would cover it (Llumnix, OSDI'24)."""
     loads: tuple[float, ...] = ()
     """Used share of each instance, if there are few."""
 
@@ -192,42 +192,41 @@ class Summary:
     gap_p999_s: float
     preemptions: int
     preempted_share: float
-    """Share of the requests: preempted at least once."""
+    """Share of requests preempted at least once."""
     preemption_loss: float
     """Seconds, mean of all requests."""
     recompute_share: float
-    """Share of all computed tokens: those that were computed again."""
+    """Share of computed tokens that were computed again."""
     cached_share: float
-    """Share of all prompts' tokens: those that the prefix cache had."""
+    """Share of prompt tokens found in the prefix cache."""
     fragmentation: float
-    """Mean of the samples until the last arrival; so is the next."""
+    """Mean of the samples until the last arrival, like `kv_used`."""
     kv_used: float
     moves: int
     moves_failed: int
     """Moves whose request stayed, or ended on the way."""
     move_p50_s: float
-    """Time from its beginning until its request's fate is known, of moves whose request changed place; so is the
-    next."""
+    """Duration of moves whose request changed place, like `move_p99_s`."""
     move_p99_s: float
     move_stall_p50_s: float
     move_stall_p99_s: float
     moved_requests: int
-    """Finished requests that changed place; the next ones are of these, and of the other finished ones. Who moves is
-    chosen, by length among others: the difference between the two is not what moves do."""
+    """Finished requests that moved. The `moved_` values describe these, the `stayed_` values all other finished
+    requests. Policies choose which requests move, so their difference is not the effect of moving."""
     moved_tpot_mean_s: float
     moved_tpot_p99_s: float
     moved_preemption_loss: float
     moved_preempted_share: float
-    """Share of them that were preempted at an instance to which they had moved."""
+    """Share of moved requests preempted on an instance to which they had moved."""
     stayed_tpot_mean_s: float
     stayed_tpot_p99_s: float
     stayed_preemption_loss: float
     statuses: int
-    """Statuses in which instances told of their load."""
+    """Statuses sent by instances."""
     goodput: float
     """Requests a second that met the objectives, until the last arrival."""
     slo_attainment: float
-    """Share of all requests that were within the SLO."""
+    """Share of all requests that met the SLO."""
     instance_s: float
     virtual_s: float
 
@@ -269,9 +268,9 @@ class Metrics:
         self.num_moves_failed = self.num_statuses = 0
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.regrets: Sequence[Regret] = ()
-        """Of each decision of dispatch, if there was hindsight."""
+        """Regrets of dispatch decisions, with hindsight."""
         self.misses: Sequence[Miss] = ()
-        """Of the first scheduler's view, if it was looked at."""
+        """Misses of the first scheduler's view, with foresight."""
         self.num_refused = self.num_lost = 0
         self._slo = slo
         self._records = records

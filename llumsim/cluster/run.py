@@ -12,7 +12,7 @@ import functools
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, TextIO
 
@@ -41,11 +41,11 @@ from llumsim.moves.outgoing import Departures, MoveWatcher, OutgoingMove
 _ASKING: Final = "neutral_preemption"
 """The policy with which engines ask before they preempt."""
 _MOST_RESTARTS: Final = 2
-"""Further tries of a request, as the gateway's `retry_max_count`."""
+"""Retries of a request, like the gateway's `retry_max_count`."""
 _LOOK_PS: Final = PS // 10
-"""Between two looks whether a drained instance is needed any more."""
+"""Interval of checks whether a drained instance is empty."""
 _COLLECT: Final = (50_000, 20, 10)
-"""Thresholds of Python's collector, which would look at a large cluster's objects over and over."""
+"""Thresholds of Python's collector: the default ones would traverse a large cluster's objects over and over."""
 
 
 class What(StrEnum):
@@ -55,7 +55,7 @@ class What(StrEnum):
     """The instance takes nothing new, its requests move away, and it ends when its engine is empty. The API server, of
     which nothing is counted here, lives on for the streams that it holds."""
     START = "start"
-    """The instance is ordered now, and is there after its cold start."""
+    """An instance is ordered and appears after its cold start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +68,23 @@ class Happening:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """`groups`: how many instances of what serve which model; the model "" is any."""
+    """The cluster of a run. `groups`: model ("" for any), hardware and number of instances."""
 
     groups: Sequence[tuple[str, Hardware, int]]
     control: ControlConfig = field(default_factory=ControlConfig)
     cadence: Cadence = field(default_factory=Cadence)
     happenings: Sequence[Happening] = ()
     scaling: ScalingConfig | None = None
-    """By which instances of the groups, all of which are there at first, leave and come back. None: they stay."""
+    """Settings of the scaler, which stops and starts instances of the groups; all are there at first. None keeps them.
+    """
     slo: Slo = field(default_factory=Slo)
-    """What counts as good."""
+    """Objectives for `goodput` and `slo_attainment`."""
     tells_slo: bool = False
-    """Whether requests say that these are their objectives."""
+    """Let requests carry these objectives."""
     max_moves: int = 4
     """Moves in each direction of one instance at a time, …"""
     max_moves_share: float = 0.25
-    """… and the share of its KV cache that their tokens may take; a longer request goes alone."""
+    """… and the share of its KV cache that their tokens may fill; a longer request moves alone."""
     notice_s: float = 1.0
     """Time until the store notices that an instance is gone. Clients' connections break at once."""
     sample_s: float = 1.0
@@ -117,8 +118,8 @@ def run(
     records: TextIO | None = None,
     progress: Callable[[float, int], None] = lambda at_s, num_ended: None,
 ) -> tuple[Summary, Metrics]:
-    """Plays a load to the end of its last request. The same arguments give the same result. `progress` is called once a
-    virtual second with the time and how many requests have ended."""
+    """Play a load until its last request ends. The same arguments give the same result. `progress` is called once a
+    virtual second with the time and the number of ended requests."""
     random.seed(config.seed)
     loop = VirtualLoop()
     thresholds = gc.get_threshold()
@@ -283,28 +284,18 @@ class _Run:
             e2e_s = now_ps / PS - arrival.at_s + back_s
             if request.max_tokens > 1:
                 tpot_s = (now_ps - first_ps) / PS / (request.max_tokens - 1)
-        self.metrics.ended(
-            RequestRecord(
-                client.id,
-                arrival.at_s,
-                arrival.model,
-                arrival.priority,
-                arrival.num_prompt,
-                request.num_output if request is not None else 0,
-                outcome,
-                client.instances,
-                ttft_s,
-                tpot_s,
-                e2e_s,
-                client.num_moves,
-                client.num_restarts,
-                request.num_preemptions if request is not None else 0,
-                request.preemption_loss_ps / PS if request is not None else 0.0,
-                request.num_recomputed if request is not None else 0,
-                request.num_hits if request is not None else 0,
-                client.num_preemptions_after_move,
-            )
-        )
+        record = RequestRecord(
+            client.id, arrival.at_s, arrival.model, arrival.priority, arrival.num_prompt,
+            request.num_output if request is not None else 0, outcome, client.instances, ttft_s, tpot_s, e2e_s,
+            client.num_moves, client.num_restarts,
+        )  # fmt: skip
+        if request is not None:
+            record = replace(
+                record, num_preemptions=request.num_preemptions, preemption_loss_s=request.preemption_loss_ps / PS,
+                recomputed_tokens=request.num_recomputed, cached_tokens=request.num_hits,
+                num_preemptions_after_move=client.num_preemptions_after_move,
+            )  # fmt: skip
+        self.metrics.ended(record)
         self._num_ended += 1
         if self._num_ended == len(self._arrivals):
             self._over.set()
@@ -424,7 +415,7 @@ class _Run:
 
 
 class _Watch(MoveWatcher):
-    """Of one member."""
+    """The watcher of one member."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run

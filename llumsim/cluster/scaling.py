@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one who starts and stops simulated instances as the production scaler says: `llumnix up --autoscale`, or an
-operator's autoscaler, in the place of which this stands."""
+"""The actor behind the production scaler, in place of `llumnix up --autoscale` or an operator's autoscaler: it starts
+and stops simulated instances."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from llumsim.clock import Clock
 
 @dataclass(frozen=True)
 class Fleet:
-    """What can be done with instances, by their numbers."""
+    """Actions on instances, which are known by their numbers."""
 
     pools: Mapping[str, Sequence[int]]
-    """Numbers that instances of each model may have."""
+    """Numbers available to each model."""
     is_there: Callable[[int], bool]
     number_of: Callable[[str], int]
     """The number of an instance by its id."""
     start: Callable[[int], None]
-    """Orders an instance, which is there after its cold start."""
+    """Order an instance, which appears after its cold start."""
     stop: Callable[[int], None]
-    """Has an instance leave as soon as it is empty."""
+    """Stop an instance as soon as it is empty."""
 
 
 class ScalingActor:
-    """Looks at `cluster` every interval until its clock is no longer driven."""
+    """Checks `cluster` at every interval for as long as its clock runs."""
 
     def __init__(self, clock: Clock, config: ScalingConfig, bounds: Bounds, cluster: Cluster, fleet: Fleet) -> None:
         self._clock, self._cluster, self._fleet = clock, cluster, fleet

@@ -31,15 +31,15 @@ _MEMORY: Final = METRICS["kv_cache_usage_ratio_projected"]
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """One decision: by how much the chosen instance was worse than the one that would have been; negative where it was
-    better, by a measure that the policy does not go by first."""
+    """The regret of a decision: how much worse the chosen instance was than the one chosen with hindsight. A negative
+    value favours the chosen one by a measure that the policy ranks lower."""
 
     is_misled: bool
-    """Another one would have been."""
+    """True if hindsight chooses another instance."""
     prefill_tokens: float
-    """Of prompts that are still to be computed, before the new one."""
+    """Prompt tokens still to be computed before the new request's."""
     memory: float
-    """Share of the KV cache that is in use, or will be for what waits."""
+    """Share of the KV cache in use, including the demand of waiting requests."""
 
 
 class Hindsight:
@@ -50,7 +50,7 @@ class Hindsight:
         account_staleness_s: float,
         statuses: Callable[[], Iterable[InstanceStatus]],
     ) -> None:
-        """`statuses`: of all instances, now."""
+        """`statuses` makes a status of every instance, now."""
         self.regrets: list[Regret] = []
         self._statuses = statuses
         self._view = View(clock, wall_clock=clock)
@@ -64,7 +64,7 @@ class Hindsight:
         self._view.remove(instance_id)
 
     def placed(self, request: Request, tried: frozenset[str], instance_id: str) -> None:
-        """Judges the decision of another, by which `request` goes to this instance; `tried` have failed it before."""
+        """Judge the scheduler's decision to send `request` to this instance; `tried` have failed it before."""
         for status in self._statuses():
             self._view.put_status(status)
         (decision,) = self._dispatcher.decide(request, tried=tried).values()
@@ -81,7 +81,7 @@ class Hindsight:
         self._account.dispatched(request.id, instance_id, InferType.NEUTRAL, request.prompt_num_tokens)
 
     def released(self, request_id: str, instance_ids: Collection[str]) -> None:
-        """Takes back a request that did not get there."""
+        """Take back a request that did not get there."""
         self._account.released(request_id, instance_ids)
 
 
@@ -90,7 +90,7 @@ _KV, _BATCH = "num_used_gpu_tokens", "scheduler_running_to_decode_requests_num"
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One instance at one moment: what was said less what was true."""
+    """The error of the view of an instance: reported value minus true value."""
 
     reported_kv: float
     """Share of the KV cache."""
@@ -99,9 +99,9 @@ class Miss:
     """Requests that run and have tokens to decode."""
     moved_batch: float
     age_s: float
-    """Of the status."""
+    """Age of the status."""
     num_gone: int
-    """Requests that have ended since."""
+    """Requests ended since the status."""
 
 
 class Foresight:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes to the cluster, and when: traces of others, scaled, and made-up arrivals.
+"""The arrivals at a cluster: recorded traces, scaled, and drawn arrivals.
 
 Everything is drawn from the `random.Random` that is handed in: the same seed makes the same load.
 """
@@ -35,11 +35,11 @@ class Arrival:
     priority: int = 0
     """Smaller goes first, in engines that heed it."""
     prefix: tuple[Hashable, ...] = ()
-    """What the prompt's parts of `_MOONCAKE_BLOCK` tokens are, the last one perhaps shorter; each stands for all that
-    is before it, too. Empty: like no other prompt."""
+    """Names of the prompt's parts of `_MOONCAKE_BLOCK` tokens; the last part may be shorter. A name stands for
+    everything before it as well. Empty: no other prompt shares anything."""
 
     def content(self, block_size: int) -> Sequence[Hashable] | None:
-        """A name for the content of each full block of the prompt; None if nothing of it is shared."""
+        """Name the content of each full block of the prompt; None if no other prompt shares it."""
         if not self.prefix:
             return None
         per_part = _MOONCAKE_BLOCK // block_size

@@ -119,13 +119,13 @@ class Shortage:
 
     def __init__(self) -> None:
         self.asks = False
-        """Whether a rescheduler reads statuses and may have a request moved."""
+        """True if a rescheduler reads statuses and may move a request."""
         self.gives_blocks: Callable[[], bool] = lambda: False
-        """Whether a move under way will give blocks back."""
+        """Tells if a move under way will give blocks back."""
         self.num_blocks = 0
         """Blocks that the step under way lacked."""
         self.has_held = False
-        """Whether a request was left out of this step."""
+        """True if a request was left out of this step."""
         self._shortages = Shortages()
 
     @property

@@ -23,7 +23,7 @@ class Decodes:
         self._base_tokens = 0
         self.num_urgent = 0
         self._phases = [0] * block_size
-        """How many need another block at a tick, by that modulo the block size."""
+        """Number of requests that need another block at a tick, by the tick modulo the block size."""
         self._ends: list[tuple[int, int, EngineRequest]] = []
         """Heap: the tick at which each has its last token. Of those that left, it goes when its turn comes."""
         self._num_entered = 0
@@ -49,7 +49,7 @@ class Decodes:
         return None if base is None else base + self.ticks
 
     def enter(self, request: EngineRequest, last_end_ps: int) -> None:
-        """Between two steps, of which the last ended then: all its tokens but one are computed."""
+        """Add a request between two steps, of which the last ended then. All its tokens but one are computed."""
         base = request.num_tokens - self.ticks
         request.phase = Phase.DECODE
         self._base[request] = base
@@ -62,7 +62,7 @@ class Decodes:
             self.late.append(request)
 
     def leave(self, request: EngineRequest, last_end_ps: int) -> None:
-        """Between two steps: it has its own counts again."""
+        """Remove a request between two steps: it keeps its own counts again."""
         base = self._base.pop(request)
         self._base_tokens -= base
         self.num_urgent -= request.is_urgent

@@ -7,7 +7,7 @@ one of the batch, which begins anew from what the prefix cache still holds. Sche
 attention and without speculation.
 
 Most steps are like the one before: the same requests decode, and each gets one token (`decodes`). Such steps are one
-*span*. When it ends, because somebody finishes, blocks run short, or something comes from outside, is known in closed
+*span*. When it ends, because a request finishes, blocks run short, or an event comes from outside, is known in closed
 form, and so is the end of each of its steps: one lasts longer than the one before by a constant.
 
 Nothing changes an engine in the middle of a step: what comes from outside (`post`) waits for its end.
@@ -43,7 +43,7 @@ class Engine:
         self.num_preemptions = 0
         self.shortage = Shortage()
         self.batch = Batch()
-        """What the step under way computes, or the first of its span."""
+        """Work of the step under way, or of the first step of its span."""
         self.end_ps: int | None = None
         """The end of the span under way; None while no step is."""
         self._step = step
@@ -51,12 +51,12 @@ class Engine:
         self._one_by_one = one_by_one
         self._posted: list[Callable[[int], None]] = []
         self._is_between = False
-        """One step has ended, and the next is being scheduled."""
+        """True between the end of a step and the scheduling of the next."""
         self.step_times = StepTimes()
         self._span = Span(0, 1, 0, 0)
         """The one under way, or the last."""
         self._chunks: list[tuple[EngineRequest, int]] = []
-        """What the span's only step computes besides its decodes."""
+        """Chunks that the span's only step computes besides its decodes."""
         self._last_end_ps = 0
 
     # Time
@@ -65,7 +65,7 @@ class Engine:
         """Make all steps that have ended by now."""
         while self.end_ps is not None and self.end_ps <= now_ps:
             end_ps, self.end_ps = self.end_ps, None
-            self._is_between = True  # who is told of what has ended may post something
+            self._is_between = True  # a watcher of the end may post an action
             self._complete(end_ps)
             self._begin(end_ps)
 
@@ -202,12 +202,12 @@ class Engine:
                 for action in posted:
                     action(now_ps)
             num_preemptions = self.num_preemptions
-            # Who preempted itself, alone, makes an empty step.
+            # A lone request that preempted itself makes an empty step.
             is_over = self._schedule(now_ps) or not (self._posted or self.num_preemptions > num_preemptions)
         self._is_between = False
 
     def _schedule(self, now_ps: int) -> bool:
-        """Whether there is a step."""
+        """Schedule a step; False if there is nothing to compute."""
         self.shortage.begin()
         if not self.running and not self.waiting:
             return False
@@ -221,7 +221,7 @@ class Engine:
         return self._start(now_ps, is_alike and not self._one_by_one)
 
     def _schedule_at_once(self) -> bool:
-        """The running ones, if nobody has to give way to anybody. Nothing is done otherwise."""
+        """Schedule the running requests if no preemption is needed; else do nothing and return False."""
         size, num_free = self.config.block_size, self.blocks.num_free
         budget = self.config.max_num_batched_tokens - len(self.decodes)
         needed = self.decodes.blocks_needed(self.decodes.ticks, 1)
@@ -242,7 +242,7 @@ class Engine:
         return True
 
     def _compute(self, request: EngineRequest, number: int) -> None:
-        """So many tokens of a request that is not among the decodes, in the coming step. The blocks are there."""
+        """Compute `number` tokens of a request outside the decodes in the coming step. The blocks are free."""
         size = self.config.block_size
         request.num_computed += number
         blocks = -(-request.num_computed // size) - request.num_blocks
@@ -293,7 +293,8 @@ class Engine:
         return not has_preempted and self._schedule_waiting(budget)
 
     def _victim(self) -> EngineRequest | None:
-        """A frozen one is about to leave: its blocks are read, and preempting it would free none."""
+        """Choose a request to preempt. A frozen one is about to leave: its blocks are read, and preempting it would
+        free none."""
         candidates = [one for one in self.running if one.phase is not Phase.FROZEN]
         if not candidates:
             return None
@@ -314,8 +315,8 @@ class Engine:
         self._watcher.preempted(request, now_ps)
 
     def _schedule_waiting(self, budget: int) -> bool:
-        """Whether the next step will schedule what this one does: nobody was admitted, nor can be until blocks or slots
-        become free."""
+        """Admit waiting requests. True if the next step will be like this one: no request was admitted, and none can be
+        until blocks or slots become free."""
         size, config = self.config.block_size, self.config
         while budget > 0 and self.waiting and len(self.running) + self.num_reserved_slots < config.max_num_seqs:
             request = self.waiting.head
@@ -341,7 +342,7 @@ class Engine:
         return -(-request.num_tokens // self.config.block_size) - hits + free_hits
 
     def _start(self, now_ps: int, is_alike: bool) -> bool:
-        """The step has been scheduled: when will it end, and how many like it follow? False if it is empty."""
+        """Compute when the scheduled step ends and how many similar ones follow. False if it is empty."""
         self.batch = batch_of(len(self.decodes), self.decodes.num_tokens, self._chunks)
         if not (self.batch.num_decodes or self.batch.prefill_tokens or self.shortage.has_held):
             return False
@@ -390,7 +391,7 @@ class Engine:
     # Moves. Between two steps: from what was posted.
 
     def reserve(self, num_blocks: int, *, slot: bool) -> bool:
-        """Hold blocks and a batch slot for a request that may come, if that keeps nobody waiting."""
+        """Hold blocks and a batch slot for a request that may come, if no waiting request needs them."""
         head = self.waiting.head if self.waiting else None
         needed = 0 if head is None else self.blocks_needed(head, *self.blocks.hit(head, head.num_tokens - 1))
         if num_blocks + needed > self.blocks.num_free:
@@ -433,7 +434,7 @@ class Engine:
         self._enqueue(request, QueuePlace.IN_TURN if request.preempted_ps is None else QueuePlace.FIRST)
 
     def remove(self, request: EngineRequest) -> None:
-        """Forgets a request that lives elsewhere, or that nobody wants any more."""
+        """Remove a request that lives elsewhere or was aborted."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         elif request in self.running:

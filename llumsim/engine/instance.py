@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One modelled instance: an engine, its place in time, and what it says of itself."""
+"""A modelled instance: an engine on a clock, and its status and metadata."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from llumsim.engine.requests import EngineRequest, Watcher
 from llumsim.engine.step_model import Hardware
 
 _RECENT_PS: Final = 10 * PS
-"""How long an arrival is named in the status (`vllm_llumnix.engine.load.load_sums`)."""
+"""Time for which the status names an arrival (`vllm_llumnix.engine.load.load_sums`)."""
 _OK: Final = Health.OK
 _FAR: Final = 1 << 30
-"""Tokens: no limit that anybody comes to."""
+"""A limit of tokens that no request reaches."""
 
 
 class ModelledInstance:
-    """Its clock wakes it for its steps. A subclass that tells of its load extends `changed`."""
+    """An engine whose clock wakes it for its steps. A subclass that reports load extends `changed`."""
 
     def __init__(self, clock: Clock, hardware: Hardware, metadata: InstanceMetadata, watcher: Watcher) -> None:
         self.clock = clock
@@ -35,11 +35,11 @@ class ModelledInstance:
         self.leaving: dict[EngineRequest, None] = {}
         """Requests on their way out."""
         self.coming: dict[str, int] = {}
-        """Tokens of those on their way in, by migration."""
+        """Tokens of requests on their way in, by migration."""
         self.engine = Engine(hardware.engine, hardware.step, watcher)
         self.engine.shortage.gives_blocks = lambda: any(request.num_blocks for request in self.leaving)
         self.foretold: float | None = None
-        """Share of requests of which it knows where they end; None: it does not tell what its coming steps do."""
+        """Share of requests whose end is known; None: the status does not describe coming steps."""
         self.num_changes = 0
         """Changes of its load."""
         self._arrivals: deque[tuple[int, str]] = deque()
@@ -50,7 +50,7 @@ class ModelledInstance:
         return self.metadata.instance_id
 
     def add(self, request: EngineRequest, now_ps: int) -> None:
-        """A request of a client has arrived."""
+        """Take a client's request."""
         self._arrivals.append((now_ps, request.name))
         self.engine.advance(now_ps)
         self.engine.add(request, now_ps)
@@ -63,16 +63,16 @@ class ModelledInstance:
         self.changed(now_ps)
 
     def end(self) -> None:
-        """It is gone: nothing is computed or told any more."""
+        """End the instance: it computes and reports nothing any more."""
         self.is_alive = False
 
     def changed(self, now_ps: int) -> None:
-        """Its load is another: the end of a step may be so, too."""
+        """Note a change of load, which may also change the end of the step."""
         self.num_changes += 1
         self.wait(now_ps)
 
     def wait(self, now_ps: int) -> None:
-        """Nothing happens until `next_wake`, whatever was waited for before."""
+        """Sleep until `next_wake`, instead of an earlier target."""
         wake_ps = self.next_wake(now_ps)
         if wake_ps is not None and wake_ps != self._wake_ps:
             self._wake_ps = wake_ps
@@ -84,16 +84,16 @@ class ModelledInstance:
             self.woken(now_ps)
 
     def next_wake(self, now_ps: int) -> int | None:
-        """When the next thing happens by itself; None if nothing will."""
+        """The time of the next event, if any is due."""
         return self.engine.end_ps
 
     def woken(self, now_ps: int) -> None:
-        """It is `next_wake`: the engine makes its steps."""
+        """Make the steps that are due: it is `next_wake`."""
         self.engine.advance(now_ps)
         self.changed(now_ps)
 
     def status_at(self, now_ps: int) -> InstanceStatus:
-        """Its status at a time that the engine has been advanced to."""
+        """The status at a time that the engine has been advanced to."""
         engine = self.engine
         engine.settle(now_ps)
         while self._arrivals and self._arrivals[0][0] < now_ps - _RECENT_PS:
@@ -189,7 +189,7 @@ def _is_foretold(request: EngineRequest, share: float) -> bool:
 
 
 def described(hardware: Hardware, *, max_moves: int, **fields: Any) -> InstanceMetadata:
-    """What an instance says of itself: what follows from its hardware, and `fields`, which go before that."""
+    """Metadata of an instance: its hardware's properties, overridden by `fields`."""
     config = hardware.engine
     made: dict[str, Any] = {
         "instance_type": "neutral",

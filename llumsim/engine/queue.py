@@ -15,13 +15,13 @@ from llumsim import PS
 from llumsim.engine.requests import EngineRequest
 
 _LOOK_PS: Final = PS
-"""Between two looks for requests that have waited for long."""
+"""Interval of checks for requests that have waited for long."""
 _UNALLOCATED: Final = 3
 """Place of the unallocated tokens in a request's share."""
 
 
 class QueuePlace(enum.Enum):
-    """Where a request is put, where priorities do not say it."""
+    """The place of a request in the queue, unless priorities decide it."""
 
     FIRST = enum.auto()
     IN_TURN = enum.auto()
@@ -29,7 +29,7 @@ class QueuePlace(enum.Enum):
 
 
 class Queue:
-    """First come, first served, wherever they came to first; or by priority, then arrival."""
+    """Requests in the order of their first arrival at any engine, or by priority, then arrival."""
 
     def __init__(self, *, by_priority: bool, ageing_ps: int = 0) -> None:
         self.num_to_decode = 0
@@ -59,7 +59,7 @@ class Queue:
 
     @property
     def first_unallocated_tokens(self) -> int:
-        """Of `unallocated_tokens`, those of the head; 0 if nobody waits."""
+        """The head's part of `unallocated_tokens`; 0 for an empty queue."""
         return self._shares[self.head][_UNALLOCATED] if self._requests else 0
 
     def push(
@@ -93,8 +93,8 @@ class Queue:
             self._requests.insert(index, request)
 
     def age(self, now_ps: int) -> None:
-        """By priority: those that came long enough ago get the lowest one that waits, as in production
-        (`vllm_llumnix.engine.queue.turns`)."""
+        """Raise requests that arrived long enough ago to the best priority in the queue, if priorities count, like
+        `vllm_llumnix.engine.queue.ageing`."""
         if not self._ageing_ps or not self._requests or now_ps < self._look_ps:
             return
         self._look_ps = now_ps + _LOOK_PS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request as one modelled engine has it, and who is told of it."""
+"""A request in one modelled engine, and the watcher of an engine."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from llumsim.engine.blocks import Block
 class Phase(enum.Enum):
     WAITING = enum.auto()
     PREFILL = enum.auto()
-    """Its prompt is being computed, or, after a preemption, its output as well."""
+    """The prompt is being computed and, after a preemption, the output as well."""
     DECODE = enum.auto()
     FROZEN = enum.auto()
-    """Holds its slot and its blocks, and is not scheduled."""
+    """The request keeps its slot and its blocks and is not scheduled."""
     GONE = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """Times in picoseconds. While it decodes, `num_tokens`, `num_blocks` and `last_token_ps` are behind:
-    `Engine.settle` brings them up to date."""
+    """A request and its counts; times are picoseconds. While it decodes, `num_tokens`, `num_blocks` and `last_token_ps`
+    lag behind until `Engine.settle`."""
 
     id: str
     num_prompt: int
     max_tokens: int
-    """Output tokens with which it ends."""
+    """Output tokens at which the request ends."""
     priority: int = 0
     """Smaller goes first, in engines that heed it."""
     content: Sequence[Hashable] | None = None
     arrived_ps: int = 0
     external_id: str = ""
-    """By which its client knows it, if that is not `id`; several may have the same."""
+    """The client's id, if it is not `id`. Several requests may share it."""
     is_urgent: bool = field(init=False)
-    """As it came here: who waits for long gets another priority."""
+    """Urgency at arrival: ageing changes the priority later."""
     num_tokens: int = field(init=False)
     """Tokens of prompt and output."""
     num_computed: int = 0
@@ -46,16 +46,16 @@ class EngineRequest:
     phase: Phase = Phase.WAITING
     is_moving: bool = False
     has_moved: bool = False
-    """Whether it has come from another engine, and has had no token here yet."""
+    """True from a move until the first token here."""
     first_token_ps: int | None = None
     last_token_ps: int | None = None
     num_preemptions: int = 0
     preempted_ps: int | None = None
-    """Since when it has had no token because of that."""
+    """Time of the preemption, until the next token."""
     preemption_loss_ps: int = 0
     num_recomputed: int = 0
     num_hits: int = 0
-    """Tokens that the prefix cache held when it was admitted first."""
+    """Tokens found in the prefix cache at the first admission."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt
@@ -63,7 +63,7 @@ class EngineRequest:
 
     @property
     def name(self) -> str:
-        """As statuses and clients have it."""
+        """The name in statuses and at the client."""
         return self.external_id or self.id
 
     @property
@@ -76,29 +76,29 @@ class EngineRequest:
 
     @property
     def turn(self) -> tuple[bool, int]:
-        """In a queue of first come, first served: who is in the middle of a stream goes before who has yet to begin."""
+        """Sort key without priorities: a request in the middle of its stream goes before one that has yet to begin."""
         return self.preempted_ps is None and self.num_output == 0, self.arrived_ps
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Its place in the queue of an engine that heeds priorities."""
+        """Sort key with priorities."""
         return self.priority, self.arrived_ps, self.id
 
 
 class Watcher:
-    """Told of what happens in an engine, at the step's end. A subclass says what it wants to hear."""
+    """A listener to an engine's events, called at the step's end. Subclasses override the events that they want."""
 
     def gap(self, ps: int, count: int) -> None:
-        """`count` requests got a token, so long after their last."""
+        """`count` requests got a token, `ps` after their last."""
 
     def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
-        """In each of so many steps, each longer than the one before by `growth_ps`, `count` requests got a token."""
+        """`count` requests got a token in each of `num_steps` steps, each longer than the one before by `growth_ps`."""
 
     def stalled(self, request: EngineRequest, ps: int) -> None:
-        """A request that has moved has its first token here, so long after its last one there."""
+        """A moved request got its first token here, `ps` after its last one at the source."""
 
     def preempted(self, request: EngineRequest, now_ps: int) -> None:
-        """A request has lost its place in the batch, and its blocks."""
+        """A request lost its place in the batch, and its blocks."""
 
     def finished(self, request: EngineRequest, now_ps: int) -> None:
-        """A request has its last token."""
+        """A request got its last token."""

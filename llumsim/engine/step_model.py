@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step of an engine takes, and what the engine is besides: one JSON file, fitted or from published figures.
+"""The duration of a step, and the other properties of an engine: one JSON file, fitted or from published figures.
 
     seconds = a + b · prefill tokens + c · Σ pairs + d · decodes + e · Σ decode KV
 
@@ -45,7 +45,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What decides vLLM's batches."""
+    """The settings that determine vLLM's batches."""
 
     num_blocks: int
     """Blocks of the KV cache, without vLLM's null block."""
@@ -57,7 +57,7 @@ class EngineConfig:
     by_priority: bool = False
     """`--scheduling-policy priority`; else first come, first served."""
     ageing_s: float = 60.0
-    """Where priorities count: `--llumlet-priority-ageing-seconds`. 0: never."""
+    """The engine's `--llumlet-priority-ageing-seconds`, used with priorities; 0 disables ageing."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -66,7 +66,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of instance."""
+    """A kind of instance."""
 
     name: str
     step: StepModel
@@ -138,7 +138,7 @@ def parse_hardware(text: str, source: str) -> Hardware:
 
 
 def describe_hardware(hardware: Hardware, step_s: Mapping[str, float]) -> str:
-    """What `parse_hardware` reads, with the step model's coefficients in seconds, as they were found."""
+    """Write what `parse_hardware` reads, with the fitted coefficients in seconds."""
     document = {"name": hardware.name, "step_s": dict(step_s)}
     document |= {name: value for name, value in asdict(hardware).items() if name not in ("name", "step")}
     return json.dumps(document, indent=2) + "\n"

@@ -78,7 +78,7 @@ def batch_of(num_decodes: int, decode_kv: int, chunks: Iterable[tuple[EngineRequ
 
 
 class StepTimes:
-    """What an engine tells of its steps, as production does (`vllm_llumnix.engine.load.step_times`)."""
+    """The engine's report on its steps, like production's (`vllm_llumnix.engine.load.step_times`)."""
 
     def __init__(self) -> None:
         self._samples: deque[StepSample] = deque(maxlen=_KEPT)

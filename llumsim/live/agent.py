@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The llumlet of a simulated instance, as far as its gRPC service goes: what a scheduler or a person asks for.
+"""The llumlet of a simulated instance behind its gRPC service.
 
-A move goes between two machines of the protocol in this process; over gRPC, nobody reserves, commits or adopts here.
+A move runs between two machines of the protocol in this process. The calls between llumlets (reserve, commit, adopt, …)
+are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from llumsim.moves.llumlets import Llumlet
 from llumsim.moves.outgoing import Departures
 
 MAX_MOVES: Final = 4
-"""In each direction at a time."""
+"""Moves at a time, in each direction."""
 _HOP_PS: Final = 0
 _WANTED: Final = "as the test wants it"
 
@@ -46,11 +47,11 @@ class SimulatedAgent:
         credentials: Credentials,
     ) -> None:
         self.refusals: dict[str, types.Reason] = {}
-        """Reason with which a method refuses, by its name (`migrate`, `list_requests`, …; `reserve`, `commit`)."""
+        """Reasons to refuse, by method (`migrate`, `list_requests`, …; `reserve`, `commit`)."""
         self.delays: dict[str, float] = {}
-        """Seconds before a method obeys, by its name."""
+        """Delay in seconds, by method."""
         self.calls: list[str] = []
-        """Names of the methods that were called."""
+        """Methods called so far."""
         limits = Limits(max_requests=MAX_MOVES)
         departures = Departures(instance, _HOP_PS, world.owner, limits)
         arrivals = _Steered(self, instance, world, limits)
@@ -178,7 +179,7 @@ class SimulatedAgent:
 
 
 class _Steered(Arrivals):
-    """Refuses what a test wants to be refused."""
+    """Arrivals that refuse what the test asks them to."""
 
     def __init__(self, agent: SimulatedAgent, instance: ModelledInstance, world: World, limits: Limits) -> None:
         super().__init__(instance, world.network, _HOP_PS, world.owned, limits)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Answer:
-    """To one request, whose body is `document` and whose prompt has these tokens."""
+    """The answer to one request with the body `document` and this prompt."""
 
     def __init__(
         self, document: Mapping[str, Any], *, is_chat: bool, request_id: str, model: str | None, prompt: list[int]
@@ -76,5 +76,5 @@ class Answer:
 
 
 def _event(document: dict[str, Any]) -> bytes:
-    """As pydantic writes JSON: no spaces, no escapes that need not be."""
+    """Write JSON like pydantic: no spaces, no needless escapes."""
     return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

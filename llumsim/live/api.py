@@ -48,9 +48,9 @@ class SimulatedApi:
         self._abort = abort
         self._runner: web.AppRunner | None = None
         self._is_open = is_open
-        """Whether new requests are taken; if not they are answered 503, as while it drains."""
+        """Tells if new requests are taken; else they get status 503, like during a drain."""
         self.status = 0
-        """Status with which requests for tokens are answered, if it is not 0."""
+        """Status of every answer to a request for tokens; 0 answers normally."""
 
     async def start(self) -> Address:
         application = web.Application()

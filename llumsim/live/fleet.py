@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many simulated instances."""
+"""A cluster of simulated instances."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One simulated instance: a modelled one on a real clock, its llumlet, its reports; and what a test can do to it."""
+"""A simulated instance: a modelled one on a real clock, with its llumlet, its reports, and the harm that a test can do
+to it."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from llumsim.live.world import SimulatedRequest, World
 from llumsim.moves.outgoing import MoveWatcher
 
 _TOKENS_PS: Final = PS // 10
-"""After which a change that is only tokens is reported, as production does."""
+"""Time until new tokens alone are reported, as in production."""
 _HUNG_S: Final = 2.0
-"""Standstill in a step, after which an instance says that it hangs."""
+"""Standstill in a step after which an instance reports itself hung."""
 
 
 class SimulatedInstance(ModelledInstance):
@@ -80,7 +81,7 @@ class SimulatedInstance(ModelledInstance):
         self._reporter: Reporter | None = None
         self._reports: asyncio.Task[None] | None = None
         self._hung_s: float | None = None
-        """Since when."""
+        """Start of the hang."""
         self._times_slower = 1.0
         self._reported_ps = 0
 
@@ -117,16 +118,16 @@ class SimulatedInstance(ModelledInstance):
             self._reports = asyncio.create_task(self._reporter.run(), name=f"reports of {self.id}")
 
     async def stop(self) -> None:
-        """Ends as after SIGTERM: it says good-bye to the CMS. Its requests end with `abort`."""
+        """End as after SIGTERM: leave the CMS in order. Requests end with `abort`."""
         await self._leave()
         await self._end("abort")
 
     async def kill(self) -> None:
-        """Ends as after SIGKILL: connections break, nobody is told. Its requests end with `error`."""
+        """End as after SIGKILL: connections break without a word. Requests end with `error`."""
         await self._end("error")
 
     def hang(self) -> None:
-        """Stops the engine's loop, and with it all moves; its llumlet lives, and says so."""
+        """Stop the engine's loop, and with it all moves. The llumlet goes on and reports the hang."""
         self._hung_s = time.monotonic()
         self._set_speed()
 
@@ -135,7 +136,7 @@ class SimulatedInstance(ModelledInstance):
         self._set_speed()
 
     def slow_down(self, times: float) -> None:
-        """Makes steps take so many times as long from now on; 1: as they did at first."""
+        """Make steps take `times` times as long from now on; 1 restores the speed."""
         self._times_slower = times
         self._set_speed()
 
@@ -144,31 +145,32 @@ class SimulatedInstance(ModelledInstance):
         self.tell()
 
     def refuse(self, status: int) -> None:
-        """Answers every request of its API with this status from now on; 0: as usual."""
+        """Answer every request to its API with this status from now on; 0 answers normally."""
         assert self._api is not None
         self._api.status = status
 
     async def cut_off(self) -> None:
-        """Takes its API off the network, and breaks streams. The engine goes on; the CMS hears of it."""
+        """Close its API and break the streams. The engine goes on, and the CMS hears from it."""
         assert self._api is not None
         await self._api.stop()
 
     async def reconnect(self) -> None:
-        """Opens its API at another port, which the CMS is told."""
+        """Open its API at another port and report it to the CMS."""
         assert self._api is not None
         self.api_address = await self._api.start()
         self.metadata.api_server_port = self.api_address.port
         self._metadata_changed()
 
     def serve(self, *models: str) -> None:
-        """Serves these models from now on, as when an adapter was loaded at run time."""
+        """Serve these models from now on, as when an adapter was loaded at run time."""
         self.metadata.served_models[:] = models
         self._metadata_changed()
 
     def submit(
         self, prompt: int | Sequence[int], max_tokens: int = 16, *, request_id: str = "", external_id: str = ""
     ) -> SimulatedRequest:
-        """A request with that prompt, or one of so many tokens. Raises ValueError if the KV cache cannot hold it."""
+        """Start a request with this prompt, or with one of that many tokens. Raises ValueError if the KV cache cannot
+        hold it."""
         tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
         config = self.engine.config
         if len(tokens) + max_tokens > min(config.max_model_len, config.num_blocks * config.block_size):
@@ -185,11 +187,11 @@ class SimulatedInstance(ModelledInstance):
         return self.submit(prompt, max_tokens, external_id=client_id)
 
     def tell(self) -> None:
-        """Reports its load, as after a change of it."""
+        """Report its load, as after a change."""
         self.changed(self.clock.now_ps)
 
     def changed(self, now_ps: int) -> None:
-        """Its load is another, and the CMS is told."""
+        """Note a change of load and report it to the CMS."""
         super().changed(now_ps)
         self._reported_ps = now_ps
         if self._reporter is not None:
@@ -197,7 +199,8 @@ class SimulatedInstance(ModelledInstance):
         self._tell_clients(now_ps)
 
     def woken(self, now_ps: int) -> None:
-        """A step has ended. Of one that is like the next, clients have a token each; the CMS is told now and then."""
+        """Handle the end of a step. Clients get their tokens; the CMS hears of a step like the one before only now and
+        then."""
         end_ps = self.engine.end_ps
         self.engine.advance(now_ps)
         if self.engine.end_ps != end_ps or now_ps - self._reported_ps >= _TOKENS_PS:
@@ -244,7 +247,7 @@ class SimulatedInstance(ModelledInstance):
 
 
 class _Watcher(MoveWatcher):
-    """Clients hear of tokens by other ways, and nobody of how long they take."""
+    """A watcher that ends requests. Clients get tokens in `_tell_clients`; gaps are not measured."""
 
     def __init__(self, world: World) -> None:
         self._world = world

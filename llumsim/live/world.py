@@ -31,16 +31,16 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """It follows its request from instance to instance of one cluster."""
+    """A client's request, which it follows from instance to instance of one cluster."""
 
     prompt: list[int]
     in_engine: EngineRequest
-    """As the engine of its owner has it."""
+    """The request in its owner's engine."""
     owner: str
     output: list[int] = field(default_factory=list)
     moved_through: list[str] = field(default_factory=list)
     finish_reason: str = ""
-    """The reason: length, abort, or error (its instance died and nobody took it over)."""
+    """length, abort, or error (its instance died, and no other took it over)."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -60,7 +60,7 @@ class SimulatedRequest:
         return bool(self.finish_reason)
 
     async def tokens(self) -> AsyncIterator[int]:
-        """Each output token when it is there; ends with the request."""
+        """Yield each output token when it is there, until the request ends."""
         told = 0
         while True:
             while told < len(self.output):
@@ -78,7 +78,7 @@ class SimulatedRequest:
         return self.finish_reason
 
     def told(self, num_output: int) -> None:
-        """So many tokens have come by now."""
+        """Note that `num_output` tokens have come by now."""
         while len(self.output) < num_output:
             self.output.append(next_token([*self.prompt[-_CONTEXT:], *self.output[-_CONTEXT:]]))
             self._news.set()
@@ -111,7 +111,7 @@ class World:
         return self.llumlets[request.owner].member if request is not None else None
 
     def owned(self, arrived: EngineRequest, member: ModelledInstance) -> None:
-        """A request that has moved."""
+        """Note the new owner of a request that has moved."""
         request = self.requests.get(arrived.id)
         if request is None:  # its client has left meanwhile
             member.engine.remove(arrived)
@@ -125,7 +125,7 @@ class World:
             client.end("length")
 
     def abort(self, request: SimulatedRequest) -> None:
-        """Its client does not want it any more: it ends, wherever it runs."""
+        """End a request that its client has given up, wherever it runs."""
         if self.requests.pop(request.request_id, None) is not None:
             llumlet = self.llumlets[request.owner]
             if llumlet.member.is_alive:
@@ -133,7 +133,7 @@ class World:
             request.end("abort")
 
     def lost(self, member: ModelledInstance, reason: str) -> None:
-        """An instance has ended, and with it its requests."""
+        """End the requests of an instance that has ended."""
         for llumlet in self.llumlets.values():
             llumlet.departures.lost(member)
             llumlet.arrivals.lost(member)

@@ -2,7 +2,7 @@
 """Requests on their way in: the protocol's own `Destination` machine, over a modelled engine and modelled links.
 
 What the machine asks of the engine is done between two steps, as in production. Messages are not lost, doubled or
-reordered here, so that a record is forgotten as soon as nobody can ask for it.
+reordered here, so a record is forgotten as soon as no message can ask for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DESTINATION_RECORDS: Final = frozenset({State.COMMITTED, State.BARRED})
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a source says of a request and of itself."""
+    """A source's description of a request and of itself."""
 
     migration_id: MigrationId
     request: EngineRequest

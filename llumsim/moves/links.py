@@ -41,7 +41,8 @@ class Network:
         """Bytes that arrived."""
 
     def transfer(self, source: str, destination: str, num_bytes: int, bytes_per_s: float, done: Action) -> Transfer:
-        """Between two nodes; `done` is called when the last byte is there. `bytes_per_s`: of the nodes' links."""
+        """Transfer bytes between two nodes and call `done` when the last one is there. `bytes_per_s`: speed of the
+        nodes' links."""
         now_ps = self._clock.now_ps
         kinds = [(source, "within")] if source == destination else [(source, "out"), (destination, "in")]
         ends = tuple(self._ends.setdefault(kind, _End(bytes_per_s)) for kind in kinds)

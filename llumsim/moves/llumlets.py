@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of an instance: its requests, and to move or abort some of them. The messages are those of
-`llumlet.contract.client`; `Connection` is one to a rescheduler, over which nothing is sent."""
+"""The llumlet of a modelled instance: it lists, moves and aborts requests, with the messages of
+`llumlet.contract.client`. `Connection` is a rescheduler's connection to it, without a network."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Llumlet:
         )
 
     def _requests(self) -> list[EngineRequest]:
-        """All that are here, as they are now."""
+        """All requests of the instance, up to date."""
         engine, now_ps = self.member.engine, self.member.clock.now_ps
         engine.advance(now_ps)
         engine.settle(now_ps)
@@ -115,7 +115,7 @@ class Llumlet:
             told(MoveProgress(request_id=name, phase=MovePhase.STAYED, reason=reason))
 
     def _selected(self, request: MigrateRequest) -> list[str]:
-        """By the rule, best first. The batch is not in the order of arrival: newcomers are put at its head."""
+        """Select by the rule, best first. Sort the batch by arrival first: requests that moved here are at its head."""
         engine = self.member.engine
         running = sorted(engine.running, key=lambda one: one.arrived_ps)
         candidates = [
@@ -134,7 +134,7 @@ class Llumlet:
         return [str(name) for name in select(candidates, rule_of(request), capacity)]
 
     def abort(self, request: EngineRequest, now_ps: int) -> None:
-        """Its client does not want it any more."""
+        """End a request that its client has given up."""
         engine = self.member.engine
         engine.advance(now_ps)
         engine.settle(now_ps)

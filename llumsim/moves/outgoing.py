@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Final
 
+import msgspec
+
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
@@ -26,18 +28,19 @@ from llumsim.engine.requests import EngineRequest, Phase, Watcher
 from llumsim.moves.incoming import Arrivals, Offer
 
 Owner = Callable[[str], ModelledInstance | None]
-"""By request id: the instance that has it."""
+"""Finds the instance that runs a request, by request id."""
 
-_CALLS: Final = {
-    do.SendReserve: Call.RESERVE,
-    do.SendRound: Call.ROUND,
-    do.SendCommit: Call.COMMIT,
-    do.SendWithdraw: Call.WITHDRAW,
-    do.SendCancel: Call.CANCEL,
-    do.SendAbort: Call.ABORT,
-    do.SendClose: Call.CLOSE,
-    do.SendQuery: Call.QUERY,
+_CALLS: Final[dict[type[do.Effect], tuple[Call, Callable[..., on.DestinationEvent]]]] = {
+    do.SendReserve: (Call.RESERVE, on.ReserveRequested),
+    do.SendRound: (Call.ROUND, on.RoundRequested),
+    do.SendCommit: (Call.COMMIT, on.CommitRequested),
+    do.SendWithdraw: (Call.WITHDRAW, on.WithdrawRequested),
+    do.SendCancel: (Call.CANCEL, on.CancelRequested),
+    do.SendAbort: (Call.ABORT, on.AbortRequested),
+    do.SendClose: (Call.CLOSE, on.CloseRequested),
+    do.SendQuery: (Call.QUERY, on.QueryRequested),
 }
+"""The call of each message and the event it is at the destination, which has the same fields."""
 
 
 class Departures:
@@ -55,8 +58,8 @@ class Departures:
     def begin(
         self, request: EngineRequest, destination: Arrivals, told: Callable[[OutgoingMove], None]
     ) -> OutgoingMove:
-        """Of a request that decodes or waits here. `told`: with every state of its machine, of which the one that
-        settles it is the last. Raises Refused(source_busy) when as much is on its way as may be."""
+        """Begin a move of a request that decodes or waits here. `told` is called with every state of its machine; the
+        settling state is the last. Raises Refused(source_busy) without a free slot."""
         number = MigrationId(f"{self.member.metadata.incarnation}/{next(self._numbers)}")
         self.slots.take(number, self.member.engine.num_tokens(request))
         move = self._moves[request] = OutgoingMove(self, request, destination, number, told)
@@ -122,7 +125,7 @@ class OutgoingMove:
         )
         self.began_ps = member.clock.now_ps
         self.copying_ps = 0
-        """While blocks were on their way."""
+        """Time during which blocks were copied."""
         self._round_began_ps = 0
         self._departures = departures
         self._member = member
@@ -223,8 +226,8 @@ class OutgoingMove:
     # Messages
 
     def _send(self, effect: do.Effect) -> None:
-        event = self._message(effect)
-        call = _CALLS[type(effect)]
+        call, make = _CALLS[type(effect)]
+        event = make(*msgspec.structs.astuple(effect))
         if call in (Call.RESERVE, Call.ROUND, Call.COMMIT, Call.WITHDRAW):
             self._awaited = call
         if call in (Call.ROUND, Call.COMMIT):
@@ -244,26 +247,6 @@ class OutgoingMove:
             )
         else:
             destination.tell(self.migration_id, event, self._answered)
-
-    def _message(self, effect: do.Effect) -> on.DestinationEvent:
-        match effect:
-            case do.SendReserve():
-                return on.ReserveRequested()
-            case do.SendRound(round_, from_block, to_block, num_tokens):
-                return on.RoundRequested(round_, from_block, to_block, num_tokens)
-            case do.SendCommit(epoch, base, computed, from_block, num_blocks):
-                return on.CommitRequested(epoch, base, computed, from_block, num_blocks)
-            case do.SendWithdraw():
-                return on.WithdrawRequested()
-            case do.SendCancel(reason):
-                return on.CancelRequested(reason)
-            case do.SendAbort():
-                return on.AbortRequested()
-            case do.SendClose():
-                return on.CloseRequested()
-            case do.SendQuery():
-                return on.QueryRequested()
-        raise AssertionError(f"no message: {effect}")
 
     def _answered(self, effect: do.Effect) -> None:
         event = self._event(effect)
@@ -296,7 +279,7 @@ class OutgoingMove:
         raise AssertionError(f"no answer: {effect}")
 
     def _fence(self, epoch: Epoch) -> None:
-        """The origin knows who has sent it tokens."""
+        """Ask the origin, which knows the instance that sends it tokens."""
         owner = self._departures.owner(self.request.id)
         if owner is self._destination.member:
             self.feed(on.FenceStarted())

@@ -55,6 +55,15 @@ def test_pages_named_in_the_code_exist() -> None:
                 assert (ROOT / page).exists(), f"{path.relative_to(ROOT)}: {page}"
 
 
+def test_files_named_in_pages_exist() -> None:
+    file = re.compile(r"`([a-z_]+(?:/[\w.-]+)*/[\w.-]+\.(?:py|proto|txt|yaml))`")
+    packages = ("", "llumlet", "llumsched", "llumsim", "vllm_llumnix")
+    for page in PAGES:
+        for path in file.findall(page.read_text()) if page.name != "CHANGELOG.md" else ():
+            is_ours = not path.startswith("vllm/")
+            assert not is_ours or any((ROOT / package / path).exists() for package in packages), f"{page.name}: {path}"
+
+
 @pytest.mark.parametrize(
     ("link", "fails"), [("[here](try/when.md#when-a-move-pays)", False), ("[gone](try/gone.md)", True)]
 )

@@ -91,17 +91,19 @@ class Ledger(ABC, Generic[E]):
             self._drop(entry)
 
     def _add(self, entry: E) -> None:
-        earlier = self._entries.get(entry.key)
+        key = entry.key
+        earlier = self._entries.get(key)
         if earlier is not None:
             self._drop(earlier)
-        self._entries[entry.key] = entry
-        self._of_instance.setdefault(entry.instance_id, {})[entry.key] = entry
+        self._entries[key] = entry
+        self._of_instance.setdefault(entry.instance_id, {})[key] = entry
         self.in_flight.add(entry.instance_id, entry.counters)
 
     def _drop(self, entry: E) -> None:
-        del self._entries[entry.key]
+        key = entry.key
+        del self._entries[key]
         of_instance = self._of_instance[entry.instance_id]
-        del of_instance[entry.key]
+        del of_instance[key]
         if not of_instance:
             del self._of_instance[entry.instance_id]
         self.in_flight.subtract(entry.instance_id, entry.counters)

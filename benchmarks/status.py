@@ -30,7 +30,7 @@ from llumlet.contract.types import InstanceStatus
 from tests.engine.rig import FakeRunner, new_request, new_scheduler
 from tests.support.model import PRESETS, build
 from vllm_llumnix.engine.load.load_counters import LoadCounters
-from vllm_llumnix.engine.load.load_events import counters_of
+from vllm_llumnix.engine.load.scheduler_events import SchedulerEvents, counters_of
 
 PROMPT_TOKENS = 48
 CHURN_TOKENS = 8
@@ -46,7 +46,9 @@ class Engine:
         self.scheduler, self._hasher = new_scheduler(
             model, False, blocks, max_num_seqs=batch, max_num_batched_tokens=8192
         )
-        self.load: LoadCounters | None = counters_of(self.scheduler) if followed else None
+        self.load: LoadCounters | None = None
+        if followed:
+            self.load = SchedulerEvents(self.scheduler, counters_of(self.scheduler)).load
         self._runner = FakeRunner()
         self._names = 0
 

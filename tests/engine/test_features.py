@@ -30,9 +30,9 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
 from tests.engine.rig import new_request, new_scheduler
 from tests.support.vision_models import HIDDEN, TEXT_TOKENS, VISION, build, picture
+from vllm_llumnix.engine.load.scheduler_events import send_whole_images
 from vllm_llumnix.engine.requests.prompts import Forms, Prompt, prompt_of, why_features_stay
 from vllm_llumnix.engine.requests.request_state import residence_of
-from vllm_llumnix.engine.requests.whole_images import send_whole_images
 from vllm_llumnix.wire.features_wire import (
     DTYPES,
     MAX_INPUT_BYTES,
@@ -279,8 +279,7 @@ def test_the_v1_runner_gets_the_images_of_who_moved_here(
 ) -> None:
     """Its own requests are sent as vLLM does."""
     tokens, specs = processed(config, (112, 84))
-    scheduler, stock = engine.scheduler, engine.scheduler.schedule
-    send_whole_images(scheduler)
+    scheduler = engine.scheduler
     request = new_request("r", tokens * 3, 5, mm_features=specs, block_hasher=engine.request_block_hasher)
     residence = residence_of(request)
     assert residence is not None
@@ -290,9 +289,10 @@ def test_the_v1_runner_gets_the_images_of_who_moved_here(
     scheduler.kv_cache_manager.allocate_slots(request, 32, delay_cache_blocks=True)
     request.num_computed_tokens, request.prefill_stats = 32, None
     scheduler.kv_holding_waiting.add_request(request)
-    (new,) = scheduler.schedule().scheduled_new_reqs
+    output = scheduler.schedule()
+    send_whole_images(scheduler, output)
+    (new,) = output.scheduled_new_reqs
     (sent,) = new.mm_features
     assert ("pixel_values" in sent.data) == is_whole_there
     assert "image_grid_thw" in sent.data
     scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
-    scheduler.schedule = stock

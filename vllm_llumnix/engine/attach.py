@@ -15,14 +15,13 @@ from vllm_llumnix.engine.blocks.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.compatibility.facts import engine_facts
 from vllm_llumnix.engine.compatibility.identity import EngineIdentity
 from vllm_llumnix.engine.compatibility.portability import why_engine_unsupported, why_kv_unsupported
-from vllm_llumnix.engine.load.load_events import follow_engine
 from vllm_llumnix.engine.load.model_watch import watch_model
 from vllm_llumnix.engine.load.progress import Progress
+from vllm_llumnix.engine.load.scheduler_events import follow_engine
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.moves.pauses import CHANGED
 from vllm_llumnix.engine.recovery.claims import Claims
 from vllm_llumnix.engine.requests.prompts import why_features_stay
-from vllm_llumnix.engine.requests.whole_images import send_whole_images
 from vllm_llumnix.engine.seams import SEAMS, require
 from vllm_llumnix.engine.service.agent import LlumletAgent, open_llumlet
 from vllm_llumnix.engine.thread import LlumletThread
@@ -75,7 +74,6 @@ def attach(engine: Engine) -> EngineLoop:
     if engine.vllm_config.parallel_config.enable_elastic_ep:
         _watch_scaling(progress)
     follow_engine(engine, port.load, progress)
-    send_whole_images(engine.scheduler)
     thread = LlumletThread()
     loop = EngineLoop(engine, port, thread, record, progress)
     claims = Claims(loop)

@@ -63,10 +63,10 @@ RELIED_ON: tuple[Reliance, ...] = (
     # What freezes a request, drains it, and takes a newcomer first.
     *_of(_SCHEDULER, "engine/blocks/scheduler_port.py", "schedule _update_after_schedule", "Scheduler", refuses=True),
     *_of(_ASYNC_SCHEDULER, "engine/blocks/scheduler_port.py", "_update_after_schedule", "AsyncScheduler", refuses=True),
-    *_of(_SCHEDULER, "engine/load/load_events.py", "update_from_output", "Scheduler", refuses=True),
+    *_of(_SCHEDULER, "engine/load/scheduler_events.py", "update_from_output", "Scheduler", refuses=True),
     # Who leaves, and when its blocks come back.
     *_of(_SCHEDULER, "engine/blocks/scheduler_port.py", "finish_requests", "Scheduler", refuses=True),
-    *_of(_SCHEDULER, "engine/load/load_events.py", "_preempt_request _free_request", "Scheduler", refuses=True),
+    *_of(_SCHEDULER, "engine/load/scheduler_events.py", "_preempt_request _free_request", "Scheduler", refuses=True),
     *_of(
         _SCHEDULER,
         "engine/blocks/scheduler_port.py",
@@ -76,7 +76,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     # Queues.
     *_of(
         _SCHEDULER,
-        "engine/load/load_events.py",
+        "engine/load/scheduler_events.py",
         "_enqueue_waiting_request _update_request_as_session _set_kv_fetch_stage set_pause_state",
         "Scheduler",
     ),
@@ -148,8 +148,8 @@ RELIED_ON: tuple[Reliance, ...] = (
         refuses=True,
     ),
     *_of(_STATE_PARTS, "kv/memory/vllm_cache.py", "get_conv_copy_spec get_temporal_copy_spec", refuses=True),
-    *_of(_CACHE, "engine/load/load_events.py", "prefix_cache_lookup_enabled", "KVCacheManager"),
-    *_of(_COORDINATOR, "engine/load/load_events.py", "find_longest_cache_hit", "UnitaryKVCacheCoordinator"),
+    *_of(_CACHE, "engine/load/scheduler_events.py", "prefix_cache_lookup_enabled", "KVCacheManager"),
+    *_of(_COORDINATOR, "engine/load/scheduler_events.py", "find_longest_cache_hit", "UnitaryKVCacheCoordinator"),
     *_of(_POOL, "engine/blocks/scheduler_port.py", "touch free_blocks", "BlockPool", refuses=True),
     *_of(_POOL, "engine/blocks/scheduler_port.py", "get_num_free_blocks", "BlockPool"),
     # Names of cached blocks: what is wrong with them sends requests a longer way, and changes no token.
@@ -194,7 +194,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_PROCESSOR, "engine/requests/prompts.py", "get_dummy_mm_inputs", "BaseMultiModalProcessor"),
     *_of("vllm/multimodal/registry.py", "engine/requests/prompts.py", "create_processor", "MultiModalRegistry"),
     *_of(
-        "vllm/multimodal/utils.py", "engine/requests/whole_images.py", "strip_covered_mm_data get_mm_features_in_window"
+        "vllm/multimodal/utils.py", "engine/load/scheduler_events.py", "strip_covered_mm_data get_mm_features_in_window"
     ),
     *_of(_SCHEDULER, "engine/requests/prompts.py", "_try_schedule_encoder_inputs _free_encoder_inputs", "Scheduler"),
     *_of(_ENCODER_CACHE, "engine/requests/prompts.py", "free", "EncoderCacheManager"),
@@ -215,7 +215,7 @@ RELIED_ON: tuple[Reliance, ...] = (
         refuses=True,
     ),
     *_of(_CORE, "engine/loop.py", "process_input_sockets process_output_sockets", "EngineCoreProc"),
-    *_of(_CORE, "engine/load/load_events.py", "_handle_client_request _invoke_utility_method", "EngineCoreProc"),
+    *_of(_CORE, "engine/load/scheduler_events.py", "_handle_client_request _invoke_utility_method", "EngineCoreProc"),
     *_of(_CORE, "engine/loop.py", "is_running", "EngineCoreProc"),
     *_of(_CORE, "engine/loop.py", "run_busy_loop _handle_client_request add_request", "DPEngineCoreProc"),
     *_of(_CORE, "engine/attach.py", "shutdown add_lora remove_lora", "EngineCore"),

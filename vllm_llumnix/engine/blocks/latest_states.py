@@ -14,10 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm.v1.engine import EngineCoreOutputs
-
 from vllm_llumnix.engine.blocks.block_rows import BlockRows
-from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.vllm_types import Request, Scheduler
 from vllm_llumnix.kv.vllm_worker_types import SchedulerOutput
 
@@ -39,35 +36,26 @@ class LatestStates:
         self._latest: dict[str, tuple[Request, Latest]] = {}
         """States of requests that have taken a step here. A request that left and returned is another object."""
         self.are_lost_by_waiting = bool(rows.num_drafts) and not scheduler.use_v2_model_runner
-        """True if workers forget the accepted drafts of a request that is left out of a step: the V1 runner removes it
-        from its batch, and resumes behind the first token of its last step."""
-        if rows.num_drafts:
-            self._follow(scheduler)
+        """Whether workers forget what was accepted of a request that is left out of a step: the V1 runner takes it from
+        its batch, and goes on behind the first token of its last step when it comes back."""
+        self.follow = bool(rows.num_drafts)
+        """Whether steps are to be told, with `stepping` before their outputs are looked at and `stepped` after."""
 
     def of(self, request: Request) -> Latest:
         """The latest state of a request that no step in flight works on."""
         known, latest = self._latest.get(request.request_id, (None, None))
         return latest if latest and known is request else Latest(request.num_computed_tokens)
 
-    def _follow(self, scheduler: Scheduler) -> None:
-        update = scheduler.update_from_output
+    def stepping(self, scheduler: Scheduler, output: SchedulerOutput) -> list[tuple[Request, int, int]]:
+        """The requests of a step, with their computed and output tokens before its outputs are looked at."""
+        found = (scheduler.requests.get(request_id) for request_id in output.num_scheduled_tokens)
+        return [(request, request.num_computed_tokens, request.num_output_tokens) for request in found if request]
 
-        def update_from_output(
-            scheduler_output: SchedulerOutput, model_runner_output: object
-        ) -> dict[int, EngineCoreOutputs]:
-            stepped = [
-                (request, request.num_computed_tokens, request.num_output_tokens)
-                for request_id in scheduler_output.num_scheduled_tokens
-                if (request := scheduler.requests.get(request_id)) is not None
-            ]
-            outputs = update(scheduler_output, model_runner_output)
-            for request, num_tokens, num_outputs in stepped:
-                self._stepped(request, num_tokens, request.num_output_tokens - num_outputs)
-            for request_id in self._latest.keys() - scheduler.requests.keys():
-                del self._latest[request_id]
-            return outputs
-
-        SEAMS.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
+    def stepped(self, scheduler: Scheduler, requests: list[tuple[Request, int, int]]) -> None:
+        for request, num_tokens, num_outputs in requests:
+            self._stepped(request, num_tokens, request.num_output_tokens - num_outputs)
+        for request_id in self._latest.keys() - scheduler.requests.keys():
+            del self._latest[request_id]
 
     def _stepped(self, request: Request, num_tokens: int, num_sampled: int) -> None:
         """A step that was given the tokens to `num_tokens`, if it is the last in flight, has brought `num_sampled`."""

@@ -33,8 +33,7 @@ from vllm_llumnix.engine.blocks.cached_blocks import CachedBlocks
 from vllm_llumnix.engine.blocks.connectors import Connectors
 from vllm_llumnix.engine.blocks.latest_states import LatestStates
 from vllm_llumnix.engine.blocks.reservations import Reservations, adapters_of
-from vllm_llumnix.engine.load.computed_tokens import computed_tokens_of
-from vllm_llumnix.engine.load.load_events import counters_of
+from vllm_llumnix.engine.load.scheduler_events import SchedulerEvents, counters_of
 from vllm_llumnix.engine.queue.newcomers import Newcomers
 from vllm_llumnix.engine.queue.sessions import Sessions
 from vllm_llumnix.engine.queue.shortage import Shortage
@@ -93,13 +92,13 @@ class SchedulerPort:
 
     def __init__(self, scheduler: Scheduler, ageing_s: float = 0.0) -> None:
         self.scheduler = scheduler
-        self.load = counters_of(scheduler)
-        self.tokens = computed_tokens_of(scheduler)
         self.cached_blocks = CachedBlocks(scheduler)
         self.newcomers = Newcomers(scheduler)
         self._ageing = Ageing(scheduler, ageing_s)
         self.rows = BlockRows(scheduler)
         self.latest_states = LatestStates(scheduler, self.rows)
+        self.events = SchedulerEvents(scheduler, counters_of(scheduler), self.latest_states)
+        self.load, self.tokens = self.events.load, self.events.tokens
         self.connectors = Connectors(scheduler)
         self.sessions = Sessions(scheduler)
         self.reservations = Reservations(

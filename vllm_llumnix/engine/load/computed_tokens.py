@@ -8,10 +8,8 @@ move without it. Tokens found in the prefix cache are not scheduled, and do not 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from vllm_llumnix.engine.seams import SEAMS
-from vllm_llumnix.engine.vllm_types import Request, Scheduler
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.kv.vllm_worker_types import SchedulerOutput
 
 
@@ -44,27 +42,3 @@ class ComputedTokens:
 
     def gone(self, request_id: str) -> None:
         self._lost.pop(request_id, None)
-
-
-def computed_tokens_of(scheduler: Scheduler) -> ComputedTokens:
-    """Counts that follow `scheduler`."""
-    tokens = ComputedTokens()
-    stock_schedule, preempt, free = scheduler.schedule, scheduler._preempt_request, scheduler._free_request
-
-    def schedule(*args: Any, **kwargs: Any) -> SchedulerOutput:
-        output = stock_schedule(*args, **kwargs)
-        tokens.scheduled(scheduler.requests, output)
-        return output
-
-    def preempt_request(request: Request, *args: Any, **kwargs: Any) -> None:
-        tokens.lost(request, request.num_computed_tokens)
-        preempt(request, *args, **kwargs)
-
-    def free_request(request: Request, *args: Any, **kwargs: Any) -> Any:
-        tokens.gone(request.request_id)
-        return free(request, *args, **kwargs)
-
-    SEAMS.wrap(scheduler, "Scheduler.schedule", schedule)
-    SEAMS.wrap(scheduler, "Scheduler._preempt_request", preempt_request)
-    SEAMS.wrap(scheduler, "Scheduler._free_request", free_request)
-    return tokens

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutputs
-
 from vllm_llumnix import faults
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.recovery.claims import Claims
@@ -21,7 +19,7 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
     """
     engine, scheduler, progress = loop.engine, loop.port.scheduler, loop.progress
     load, record, step_times = loop.port.load, loop.record, loop.step_times
-    execute, update = engine.model_executor.execute_model, scheduler.update_from_output
+    execute = engine.model_executor.execute_model
     process_aborts, step = engine._process_aborts_queue, engine.step_fn
 
     def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
@@ -36,13 +34,8 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
         claims.model_ended()
         process_aborts()
 
-    def update_from_output(
-        scheduler_output: SchedulerOutput, model_runner_output: object
-    ) -> dict[int, EngineCoreOutputs]:
+    def before_update(scheduler_output: SchedulerOutput) -> None:
         step_times.took(scheduler_output, progress.returned(scheduler_output), *load.decodes)
-        outputs = update(scheduler_output, model_runner_output)
-        record.end(scheduler_output)
-        return outputs
 
     def step_fn() -> Any:
         if engine.batch_queue and not scheduler.has_requests():
@@ -61,4 +54,5 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
     SEAMS.wrap(engine.model_executor, "Executor.execute_model", execute_model)
     SEAMS.wrap(engine, "EngineCore._process_aborts_queue", process_aborts_queue)
     SEAMS.wrap(engine, "EngineCore.step_fn", step_fn)
-    SEAMS.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
+    events = loop.port.events
+    events.before_update, events.after_update = before_update, record.end

@@ -63,10 +63,9 @@ class Pauses:
         name but different counts exchange no KV cache: a trainer may have come to only one of them so far. Any thread
         may read it."""
         scheduler = port.scheduler
-        set_pause_state, reset = scheduler.set_pause_state, scheduler.reset_prefix_cache
+        reset = scheduler.reset_prefix_cache
 
         def pause(state: PauseState) -> None:
-            set_pause_state(state)
             if state != PauseState.UNPAUSED:
                 self._quiet_at = time.monotonic() + QUIET_SECONDS
                 self.call_off(PAUSED)
@@ -78,7 +77,7 @@ class Pauses:
             with port.held_aside():
                 return bool(reset(reset_running_requests, reset_connector))
 
-        SEAMS.wrap(scheduler, "Scheduler.set_pause_state", pause)
+        port.events.on_pause = pause
         SEAMS.wrap(scheduler, "Scheduler.reset_prefix_cache", reset_prefix_cache)
 
     def watch(self, engine: Engine) -> None:

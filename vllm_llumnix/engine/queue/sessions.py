@@ -10,7 +10,7 @@ Loop thread only.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import Any, Final
+from typing import Final
 
 from vllm.v1.request import RequestStatus
 
@@ -32,15 +32,7 @@ class Sessions:
         """Parts that have come for requests which are on their way out."""
         self._left: OrderedDict[str, None] = OrderedDict()
         self._add = scheduler.add_request
-        update = scheduler._update_request_as_session
-
-        def update_request_as_session(session: Request, update_: Any) -> None:
-            if (residence := residence_of(session)) is not None:
-                residence.num_earlier += session.num_output_tokens
-            update(session, update_)
-
         SEAMS.wrap(scheduler, "Scheduler.add_request", self._take)
-        SEAMS.wrap(scheduler, "Scheduler._update_request_as_session", update_request_as_session)
 
     def hold(self, request: Request) -> None:
         """It is on its way out: what comes for it waits."""

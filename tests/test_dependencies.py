@@ -22,6 +22,10 @@ FORBIDDEN = {
     "llumlet/process": {"grpc", "google", "llumlet.contract", "llumlet.protocol"},
     "vllm_llumnix/kv": {"llumlet", "llumsched", "vllm_llumnix.engine", "vllm_llumnix.frontend"},
     "vllm_llumnix/engine": {"llumsched", "vllm_llumnix.frontend"},
+    # What a second engine could use: the engine is `EnginePort`, its request a protocol in `vllm_types`.
+    "vllm_llumnix/engine/moves": {"vllm", "torch", "vllm_llumnix.engine.loop", "vllm_llumnix.engine.load",
+                                  "vllm_llumnix.engine.queue", "vllm_llumnix.engine.blocks.scheduler_port",
+                                  "vllm_llumnix.engine.blocks.reservations"},
     "vllm_llumnix/frontend": {"llumsched", "vllm_llumnix.engine", "vllm_llumnix.kv"},
     "vllm_llumnix/patching": {"vllm", "torch", "msgspec", "vllm_llumnix.engine", "vllm_llumnix.frontend"},
     "llumlet": {"vllm", "torch", "vllm_llumnix", "llumsched", "llumsim"},

@@ -15,7 +15,7 @@ from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import new_engine_loop
 from tests.engine.rig import Rig
 from tests.engine.test_scheduler_port import KINDS, freeze
-from vllm_llumnix.engine.blocks.reservations import Reserved
+from vllm_llumnix.engine.engine_port import Reserved
 from vllm_llumnix.engine.loop import EngineLoop
 
 

@@ -15,7 +15,7 @@ from llumlet.protocol.effects import Pull
 from llumlet.protocol.errors import Refused
 from tests.engine.rig import Rig, full, ring, states
 from vllm_llumnix.engine.blocks.reblocking import Pairing
-from vllm_llumnix.engine.blocks.reservations import Reserved
+from vllm_llumnix.engine.engine_port import Reserved
 from vllm_llumnix.engine.moves.destination_blocks import DestinationBlocks
 from vllm_llumnix.kv.memory.layout import WHOLE, Cuts, StatePart, cuts_behind
 

@@ -16,8 +16,8 @@ from vllm.v1.request import Request, RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import Loop, new_loop
 from tests.engine.rig import Rig, full, window
-from vllm_llumnix.engine.loop import Leaving
-from vllm_llumnix.engine.moves.pauses import CHANGED, CallOff, Pauses
+from vllm_llumnix.engine.engine_port import CallOff, WatchedRequest
+from vllm_llumnix.engine.pauses import CHANGED, Pauses
 
 EVENTS: dict[str, Callable[[Rig, Pauses], Any]] = {
     "pause": lambda rig, pauses: rig.scheduler.set_pause_state(PauseState.PAUSED_ALL),
@@ -133,7 +133,7 @@ def test_reset_still_fails_for_requests_that_run(model_dir: Path) -> None:
     assert not rig.scheduler.reset_prefix_cache()
 
 
-class Frozen(Leaving):
+class Frozen(WatchedRequest):
     """On its way out, for as long as the test wants."""
 
     def __init__(self, loop: Loop, request: Request) -> None:

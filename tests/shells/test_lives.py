@@ -21,7 +21,8 @@ from tests.shells.circumstances import outputs_held, recorded, replays_only_at
 from tests.shells.cluster import cluster_of, retold, until
 from tests.shells.marks import MARKS, both
 from tests.shells.network import Kind
-from vllm_llumnix.engine.loop import EngineLoop, Leaving
+from vllm_llumnix.engine.engine_port import WatchedRequest
+from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.moves.source_request import SourceRequest
 from vllm_llumnix.engine.requests.request_state import residence_of
 
@@ -143,7 +144,7 @@ async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
         request._loop.engine.abort_requests(request_ids)
         return stock(request, *args)
 
-    def observing_late(loop: EngineLoop, leaving: Leaving) -> None:
+    def observing_late(loop: EngineLoop, leaving: WatchedRequest) -> None:
         if leaving.request.is_finished():
             time.sleep(LATE_SECONDS)
         observe(loop, leaving)

@@ -20,7 +20,8 @@ from tests.shells.cluster import cluster_of
 from tests.shells.marks import MARKS
 from tests.simulation.mutants import EarlyFree, ResumeOnTimeout, SameTerm, Unasked, Unheeded
 from vllm_llumnix.engine.blocks.reservations import Reservations
-from vllm_llumnix.engine.blocks.scheduler_port import FrozenRequest, Pin, SchedulerPort
+from vllm_llumnix.engine.blocks.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.engine_port import FrozenRequest, Pin
 from vllm_llumnix.engine.moves import destination_shell as incoming
 from vllm_llumnix.engine.moves import source_shell as outgoing
 from vllm_llumnix.engine.recovery import claims

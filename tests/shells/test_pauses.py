@@ -21,7 +21,7 @@ from tests.shells.circumstances import copying, hanging, replays_only_at
 from tests.shells.cluster import SECONDS, cluster_of, retold, side_by_side, until
 from tests.shells.marks import MARKS, both
 from tests.support.failures import failure
-from vllm_llumnix.engine.moves import pauses
+from vllm_llumnix.engine import pauses
 from vllm_llumnix.engine.service import agent
 
 pytestmark = MARKS

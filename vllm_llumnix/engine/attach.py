@@ -19,19 +19,18 @@ from vllm_llumnix.engine.load.model_watch import watch_model
 from vllm_llumnix.engine.load.progress import Progress
 from vllm_llumnix.engine.load.scheduler_events import follow_engine
 from vllm_llumnix.engine.loop import EngineLoop
-from vllm_llumnix.engine.moves.pauses import CHANGED
+from vllm_llumnix.engine.pauses import CHANGED
 from vllm_llumnix.engine.recovery.claims import Claims
 from vllm_llumnix.engine.requests.prompts import why_features_stay
-from vllm_llumnix.engine.seams import SEAMS, require
 from vllm_llumnix.engine.service.agent import LlumletAgent, open_llumlet
 from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.mover.messages import MoverInfo
-from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
 from vllm_llumnix.kv.vllm_worker_types import Worker, WorkerWrapper
 from vllm_llumnix.kv.worker import start_mover, worker_of
 from vllm_llumnix.patching import state
+from vllm_llumnix.seams import ENGINE, WORKER, require
 from vllm_llumnix.steps.compiles import Place, write_down_compiles
 from vllm_llumnix.steps.step_record import StepRecord
 from vllm_llumnix.switch import CONFIG_VARIABLE
@@ -84,8 +83,8 @@ def attach(engine: Engine) -> EngineLoop:
     _watch_adapters(engine, loop, llumlet)
     loop.pauses.watch(engine)
     # Utilities are attributes of the engine that its API server may call.
-    SEAMS.wrap(engine, "EngineCore.llumlet_drain", llumlet.report_drain)
-    SEAMS.wrap(engine, "EngineCore.llumlet_moves", llumlet.report_moves)
+    ENGINE.wrap(engine, "EngineCore.llumlet_drain", llumlet.report_drain)
+    ENGINE.wrap(engine, "EngineCore.llumlet_moves", llumlet.report_moves)
     logger.info("llumlet: instance %s listening on %s", config.instance_id, llumlet.context.address)
     logger.info("llumlet: this engine has %s", what_runs(engine))
     if copies := what_copies(movers):
@@ -108,7 +107,7 @@ def _stop_with(engine: Engine, thread: LlumletThread, record: StepRecord) -> Non
         if not engine.is_running():
             record.close()
 
-    SEAMS.wrap(engine, "EngineCore.shutdown", shutdown)
+    ENGINE.wrap(engine, "EngineCore.shutdown", shutdown)
 
 
 def _watch_scaling(progress: Progress) -> None:
@@ -121,7 +120,7 @@ def _watch_scaling(progress: Progress) -> None:
         with progress.busy("elastic expert parallelism"):
             return bool(stock(scaling))
 
-    SEAMS.wrap(ElasticEPScalingState, "ElasticEPScalingState.progress", busily)
+    ENGINE.wrap(ElasticEPScalingState, "ElasticEPScalingState.progress", busily)
 
 
 def _watch_adapters(engine: Engine, loop: EngineLoop, llumlet: LlumletAgent) -> None:
@@ -143,8 +142,8 @@ def _watch_adapters(engine: Engine, loop: EngineLoop, llumlet: LlumletAgent) -> 
         removed: bool = stock_remove(lora_id)
         return removed
 
-    SEAMS.wrap(engine, "EngineCore.add_lora", add_lora)
-    SEAMS.wrap(engine, "EngineCore.remove_lora", remove_lora)
+    ENGINE.wrap(engine, "EngineCore.add_lora", add_lora)
+    ENGINE.wrap(engine, "EngineCore.remove_lora", remove_lora)
 
 
 def _check_workers(engine: Engine) -> None:
@@ -164,7 +163,7 @@ def _check_workers(engine: Engine) -> None:
 def _examine_worker(called: Worker | WorkerWrapper) -> tuple[str | None, str | None]:
     """Runs in the worker: the digest of its series, and what stands against it."""
     try:
-        KV_SEAMS.require({"Worker": worker_of(called)})
+        WORKER.require({"Worker": worker_of(called)})
     except PatchError as error:
         return state.current().digest, str(error)
     return state.current().digest, None

@@ -15,7 +15,6 @@ vLLM knows the one object of this module as `engine.kvconn`: that is what the pa
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import dataclasses
 import functools
@@ -34,11 +33,11 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.recovery.trials import Trials
 from vllm_llumnix import faults
 from vllm_llumnix.engine.blocks.block_rows import BlockRows
-from vllm_llumnix.engine.blocks.reservations import Reserved
 from vllm_llumnix.engine.blocks.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.engine_port import CallOff, Reserved, WatchedRequest
 from vllm_llumnix.engine.load.progress import Progress
 from vllm_llumnix.engine.load.step_times import StepTimes
-from vllm_llumnix.engine.moves.pauses import CallOff, Pauses
+from vllm_llumnix.engine.pauses import Pauses
 from vllm_llumnix.engine.requests.request_state import residence_from, settle_in
 from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.vllm_types import Engine, Request
@@ -79,24 +78,6 @@ class Llumlet(Protocol):
 
     def call_off_moves(self, why: CallOff) -> None:
         """No move that is under way now may end well."""
-
-
-class Leaving(abc.ABC):
-    """A request on its way out, as the loop watches it: see `EngineLoop.watch`."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.num_preemptions: int = request.num_preemptions
-        self.freezing = False
-        self.frozen = False
-
-    @abc.abstractmethod
-    def on_drained(self) -> bool:
-        """Called between steps from the freeze on, until it returns True: no step in flight works on the request."""
-
-    @abc.abstractmethod
-    def on_gone(self, kind: str) -> None:
-        """Called once, when the request was "finished", "aborted" or "preempted" by its own engine."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -141,7 +122,7 @@ class EngineLoop:
         self._audit_due = False
         self._commands: deque[Callable[[], None]] = deque()
         self._fences: deque[_Fence] = deque()
-        self._leaving: dict[str, Leaving] = {}
+        self._leaving: dict[str, WatchedRequest] = {}
         self._aborted: deque[str] = deque(maxlen=4096)
         self._outputs: list[tuple[int, EngineCoreOutputs]] = []
         """Outputs of the step that is being made: what goes out behind the outputs of all steps before."""
@@ -279,7 +260,7 @@ class EngineLoop:
         for fault in self.port.audit_idle():
             logger.error("llumlet: KV blocks are not conserved: %s", fault)
 
-    def watch(self, leaving: Leaving) -> None:
+    def watch(self, leaving: WatchedRequest) -> None:
         """Loop thread: observe a request that is about to leave."""
         self._leaving[leaving.request.request_id] = leaving
         self.port.load.moving(leaving.request.request_id, True)
@@ -303,12 +284,12 @@ class EngineLoop:
                 self.port.forget(leaving.request)
             self.port.sessions.go_on(leaving.request)
 
-    def freeze(self, leaving: Leaving) -> None:
+    def freeze(self, leaving: WatchedRequest) -> None:
         """Loop thread: stop scheduling the request; `on_drained` follows, at once if no step is in flight."""
         self.port.freeze(leaving.request)
         leaving.freezing = True
 
-    def _observe(self, leaving: Leaving) -> None:
+    def _observe(self, leaving: WatchedRequest) -> None:
         request = leaving.request
         if request.is_finished():
             kind = "aborted" if request.request_id in self._aborted else "finished"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of vLLM's objects, as far as the engine side uses them.
+"""Protocols of vLLM's objects, with the attributes that the engine side reads, calls or sets.
 
-mypy checks our code against these protocols instead of vLLM's classes, so a misspelt attribute is a type error. `seams`
-lists the attributes wrapped or set at run time.
+mypy checks our code against these instead of vLLM's classes, so a misspelt attribute is a type error. A test checks
+that vLLM's own classes satisfy them. `seams` lists the attributes that are wrapped or set at run time.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
-
-from vllm.config import VllmConfig
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
-from vllm.v1.request import RequestStatus
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_llumnix.kv.vllm_worker_types import KVCacheConfig, SchedulerOutput
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+    from vllm.v1.request import RequestStatus
 
 
 class Request(Protocol):

@@ -31,9 +31,9 @@ from vllm_llumnix import config
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.asgi import num_deaths, served
 from vllm_llumnix.frontend.origin import OriginShell
-from vllm_llumnix.frontend.seams import SEAMS
 from vllm_llumnix.frontend.session_inputs import InputSessions
 from vllm_llumnix.frontend.vllm_client_types import Client, VllmConfig
+from vllm_llumnix.seams import CLIENT
 from vllm_llumnix.switch import CONFIG_VARIABLE
 from vllm_llumnix.wire.request_wire import with_name
 
@@ -195,7 +195,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                 if (client := reference()) is not None and not resources.engine_dead:
                     client.origin.engine_died()
 
-        SEAMS.wrap(resources, "BackgroundResources.validate_alive", validate_alive)
+        CLIENT.wrap(resources, "BackgroundResources.validate_alive", validate_alive)
 
 
 _NO_OUTPUTS = MsgpackEncoder().encode(EngineCoreOutputs())[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMUnprocessableEntityError
 
-from vllm_llumnix.frontend.seams import SEAMS
+from vllm_llumnix.seams import CLIENT
 
 MAX_ENDINGS = 1024
 
@@ -50,4 +50,4 @@ def _wrap() -> None:
             raise VLLMUnprocessableEntityError(reason)
         stock(self, finish_reason, request_id)
 
-    SEAMS.wrap(GenerateBaseServing, "GenerateBaseServing._raise_if_error", raise_if_error)
+    CLIENT.wrap(GenerateBaseServing, "GenerateBaseServing._raise_if_error", raise_if_error)

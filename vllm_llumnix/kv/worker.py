@@ -16,10 +16,10 @@ from vllm_llumnix.kv.fingerprint import common_fingerprint, fingerprint, text_co
 from vllm_llumnix.kv.memory.vllm_cache import arrangement_of, backends_of, caches_of, has_states
 from vllm_llumnix.kv.mover import messages
 from vllm_llumnix.kv.mover.messages import MoverInfo
-from vllm_llumnix.kv.seams import SEAMS
 from vllm_llumnix.kv.serving.grants import CAPTURES
 from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.vllm_worker_types import ModelRunner, SchedulerOutput, Sleeper, Worker, WorkerWrapper
+from vllm_llumnix.seams import WORKER
 from vllm_llumnix.steps.thinking_budget import BudgetHolder, sync_with_history
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes
     if has_states(worker.model_runner):
         _forget_former_lives(worker)
     if (budgets := thinking_budgets_of(worker.model_runner)) is not None:
-        SEAMS.wrap(budgets, "ThinkingBudgetStateHolder.sync_batch", sync_with_history(budgets))
+        WORKER.wrap(budgets, "ThinkingBudgetStateHolder.sync_batch", sync_with_history(budgets))
     faults.hit("worker.started", worker=worker)
     _running = plane
     return messages.encode(
@@ -121,9 +121,9 @@ def _watch_sleep(worker: Worker) -> None:
         if tags is None or _KV_TAG in tags:
             _resume()
 
-    SEAMS.wrap(worker, "Worker.sleep", sleep)
-    SEAMS.wrap(worker, "Worker.discard", discard)
-    SEAMS.wrap(worker, "Worker.wake_up", wake_up)
+    WORKER.wrap(worker, "Worker.sleep", sleep)
+    WORKER.wrap(worker, "Worker.discard", discard)
+    WORKER.wrap(worker, "Worker.wake_up", wake_up)
 
 
 def _watch_captures(worker: Worker) -> None:
@@ -142,7 +142,7 @@ def _watch_captures(worker: Worker) -> None:
         finally:
             mover.resume()
 
-    SEAMS.wrap(worker, "Worker.compile_or_warm_up_model", compile_or_warm_up_model)
+    WORKER.wrap(worker, "Worker.compile_or_warm_up_model", compile_or_warm_up_model)
 
 
 def _suspend() -> None:
@@ -172,7 +172,7 @@ def _forget_former_lives(worker: Worker) -> None:
             places.pop(new.req_id, None)
         return execute(scheduler_output, *args, **kwargs)
 
-    SEAMS.wrap(worker, "Worker.execute_model", execute_model)
+    WORKER.wrap(worker, "Worker.execute_model", execute_model)
 
 
 def _permit_amx() -> None:

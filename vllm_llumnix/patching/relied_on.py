@@ -222,18 +222,18 @@ RELIED_ON: tuple[Reliance, ...] = (
     # Pauses and resets: when they come, what they call, what fails for blocks that are held.
     *_of(
         _CORE,
-        "engine/moves/pauses.py",
+        "engine/pauses.py",
         "_reset_caches _finish_pause release_kv_cache_memory sleep collective_rpc set_weight_version",
         "EngineCore",
     ),
     *_of(
         _CORE,
-        "engine/moves/pauses.py",
+        "engine/pauses.py",
         "pause_scheduler _pause_complete _notify_idle_state_callbacks",
         "EngineCoreProc",
     ),
-    *_of(_CORE, "engine/moves/pauses.py", "_pause_complete", "DPEngineCoreProc"),
-    *_of(_SCHEDULER, "engine/moves/pauses.py", "reset_prefix_cache", "Scheduler", refuses=True),
+    *_of(_CORE, "engine/pauses.py", "_pause_complete", "DPEngineCoreProc"),
+    *_of(_SCHEDULER, "engine/pauses.py", "reset_prefix_cache", "Scheduler", refuses=True),
     *_of(_CORE, "engine/service/aborts.py", "abort_requests", "EngineCore"),
     *_of(_CORE, "engine/context.py", "get_weight_version", "EngineCore"),
     *_of(_EXECUTOR, "engine/attach.py", "add_lora collective_rpc", "Executor"),

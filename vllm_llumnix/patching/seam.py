@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes of vLLM's objects that are wrapped or set at run time: listed in one table for each side, and changed
-through it.
+"""Tables of attributes of vLLM's objects that are wrapped or set at run time: `vllm_llumnix.seams` has one per process.
 
-    engine/seams.py     the engine's loop, its scheduler, its executor
-    kv/seams.py         the worker
-    frontend/seams.py   the API server's client
-
-A wrapped method is put in place with `Seams.wrap`, so that one that vLLM does not have any more is an error by name and
-not a method that nobody calls. Values are set by plain assignments; `tests/engine/test_seam_tables.py` looks for those
-that no table has.
+`Seams.wrap` puts a wrapped method in place; one that vLLM does not have any more is an error with its name. Values are
+set by plain assignments; `tests/engine/test_seam_tables.py` looks for those that no table has.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ import numpy as np
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from llumlet.contract.block_hashes import HASH_BYTES, adapter_mask, chain, root_of
-from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
+from vllm_llumnix.seams import ENGINE
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -137,9 +137,9 @@ class CachedBlocks:
                 self._num_losses += 1
             return done
 
-        SEAMS.wrap(pool, "BlockPool.cache_full_blocks", cache)
-        SEAMS.wrap(pool, "BlockPool._remove_cached_block_hashes", remove)
-        SEAMS.wrap(pool, "BlockPool.reset_prefix_cache", reset_prefix_cache)
+        ENGINE.wrap(pool, "BlockPool.cache_full_blocks", cache)
+        ENGINE.wrap(pool, "BlockPool._remove_cached_block_hashes", remove)
+        ENGINE.wrap(pool, "BlockPool.reset_prefix_cache", reset_prefix_cache)
 
     def _name(self, request: Request, blocks: Sequence[Block], first: int, end: int) -> None:
         """Names blocks `[first, end)` of a request's table, as far as their content is known by tokens."""

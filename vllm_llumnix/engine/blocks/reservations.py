@@ -7,7 +7,6 @@ Whose the blocks are, at each stage: `scheduler_port`.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.blocks.block_rows import BlockRows, ids_of, present
 from vllm_llumnix.engine.blocks.connectors import Connectors
+from vllm_llumnix.engine.engine_port import Reserved
 from vllm_llumnix.engine.load.load_counters import LoadCounters
 from vllm_llumnix.engine.queue.newcomers import Newcomers
 from vllm_llumnix.engine.queue.sessions import Sessions
@@ -26,20 +26,6 @@ from vllm_llumnix.engine.vllm_types import Block, GroupManager, Request, Schedul
 
 _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
 """The scheduler counts the LoRA adapters of all running requests; before, of those that it schedules in the step."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reserved:
-    """The rows of blocks held for a request; the first `num_hits` are in the prefix cache already."""
-
-    num_hits: int = 0
-    num_rows: int = 0
-    block_ids: list[int] = dataclasses.field(default_factory=list)
-    """Row by row."""
-    state_ids: list[int] = dataclasses.field(default_factory=list)
-    """Blocks for the latest states, one of each group that has states."""
-    num_blocks: int = 0
-    """All that are held, of every group."""
 
 
 class Reservations:

@@ -18,7 +18,6 @@ A pin is a reference in the block pool. vLLM may finish, abort or preempt the re
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
@@ -33,6 +32,7 @@ from vllm_llumnix.engine.blocks.cached_blocks import CachedBlocks
 from vllm_llumnix.engine.blocks.connectors import Connectors
 from vllm_llumnix.engine.blocks.latest_states import LatestStates
 from vllm_llumnix.engine.blocks.reservations import Reservations, adapters_of
+from vllm_llumnix.engine.engine_port import Frontier, FrozenRequest, Pin
 from vllm_llumnix.engine.load.scheduler_events import SchedulerEvents, counters_of
 from vllm_llumnix.engine.queue.newcomers import Newcomers
 from vllm_llumnix.engine.queue.sessions import Sessions
@@ -43,43 +43,6 @@ from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
 
 _NEVER = 1 << 60
 """A step number that is never reached: a request with this `next_decode_eligible_step` is skipped by the scheduler."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Pin:
-    """References on blocks of the pool, to be given back with `SchedulerPort.unpin`, once."""
-
-    blocks: Sequence[Block]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frontier:
-    """The part of a running request that can be copied: full rows of final KV, `[from_block, frontier_blocks)`, pinned.
-    `block_ids`: those of the rows, one after the other."""
-
-    frontier_blocks: int
-    num_tokens: int
-    block_ids: list[int]
-    output_token_ids: Sequence[int]
-    pin: Pin
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FrozenRequest:
-    """A request that no step in flight will touch any more; every block is pinned, or none if it leaves them behind.
-    `num_blocks`: rows; `block_ids`: their blocks. `num_accepted`: drafts of its last step, behind which recurrent
-    states are in blocks of their own, `accepted_ids`; none if nothing was accepted."""
-
-    request: Request
-    num_tokens: int
-    computed_tokens: int
-    num_blocks: int
-    block_ids: list[int]
-    state_ids: list[int]
-    output_token_ids: Sequence[int]
-    pin: Pin
-    num_accepted: int = 0
-    accepted_ids: list[int] = dataclasses.field(default_factory=list)
 
 
 class SchedulerPort:
@@ -126,6 +89,17 @@ class SchedulerPort:
     @property
     def capacity_tokens(self) -> int:
         return self.num_blocks * self.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.scheduler.max_model_len)
+
+    @property
+    def loses_states_by_waiting(self) -> bool:
+        return self.latest_states.are_lost_by_waiting
+
+    def touch(self) -> None:
+        self.load.touch()
 
     def publish_cache_events(self) -> None:
         """Have vLLM's KV events of what was done between two steps published now. vLLM publishes at the end of a step,

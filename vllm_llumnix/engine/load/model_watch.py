@@ -8,8 +8,8 @@ from typing import Any
 from vllm_llumnix import faults
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.recovery.claims import Claims
-from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.kv.vllm_worker_types import SchedulerOutput
+from vllm_llumnix.seams import ENGINE
 
 
 def watch_model(loop: EngineLoop, claims: Claims) -> None:
@@ -51,8 +51,8 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
         record.idle()
         return outputs
 
-    SEAMS.wrap(engine.model_executor, "Executor.execute_model", execute_model)
-    SEAMS.wrap(engine, "EngineCore._process_aborts_queue", process_aborts_queue)
-    SEAMS.wrap(engine, "EngineCore.step_fn", step_fn)
+    ENGINE.wrap(engine.model_executor, "Executor.execute_model", execute_model)
+    ENGINE.wrap(engine, "EngineCore._process_aborts_queue", process_aborts_queue)
+    ENGINE.wrap(engine, "EngineCore.step_fn", step_fn)
     events = loop.port.events
     events.before_update, events.after_update = before_update, record.end

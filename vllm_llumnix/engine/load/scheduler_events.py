@@ -22,9 +22,9 @@ from vllm_llumnix.engine.load.load_counters import LoadCounters
 from vllm_llumnix.engine.load.load_sums import NO_HIT, Hit
 from vllm_llumnix.engine.load.progress import Progress
 from vllm_llumnix.engine.requests.request_state import first_holding, residence_of
-from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.vllm_types import Engine, Request, Scheduler
 from vllm_llumnix.kv.vllm_worker_types import SchedulerOutput
+from vllm_llumnix.seams import ENGINE
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -58,7 +58,7 @@ def follow_engine(engine: Engine, load: LoadCounters, progress: Progress) -> Non
         if request_type == EngineCoreRequestType.ADD:
             load.settled(request[0].request_id)
 
-    SEAMS.wrap(engine, "EngineCoreProc._handle_client_request", handle_client_request)
+    ENGINE.wrap(engine, "EngineCoreProc._handle_client_request", handle_client_request)
 
 
 class SchedulerEvents:
@@ -116,13 +116,13 @@ class SchedulerEvents:
             load.touch()
             self.on_pause(state)
 
-        SEAMS.wrap(scheduler, "Scheduler._enqueue_waiting_request", enqueue_waiting_request)
-        SEAMS.wrap(scheduler, "Scheduler._update_request_as_session", update_request_as_session)
-        SEAMS.wrap(scheduler, "Scheduler._preempt_request", preempt_request)
-        SEAMS.wrap(scheduler, "Scheduler._free_request", free_request)
-        SEAMS.wrap(scheduler, "Scheduler.set_pause_state", pause)
+        ENGINE.wrap(scheduler, "Scheduler._enqueue_waiting_request", enqueue_waiting_request)
+        ENGINE.wrap(scheduler, "Scheduler._update_request_as_session", update_request_as_session)
+        ENGINE.wrap(scheduler, "Scheduler._preempt_request", preempt_request)
+        ENGINE.wrap(scheduler, "Scheduler._free_request", free_request)
+        ENGINE.wrap(scheduler, "Scheduler.set_pause_state", pause)
         if scheduler.connector is not None:
-            SEAMS.wrap(scheduler, "Scheduler._set_kv_fetch_stage", set_kv_fetch_stage)
+            ENGINE.wrap(scheduler, "Scheduler._set_kv_fetch_stage", set_kv_fetch_stage)
 
     def _follow_steps(self) -> None:
         scheduler, load, tokens, states = self._scheduler, self.load, self.tokens, self._states
@@ -156,8 +156,8 @@ class SchedulerEvents:
             self.after_update(scheduler_output)
             return outputs
 
-        SEAMS.wrap(scheduler, "Scheduler.schedule", schedule)
-        SEAMS.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
+        ENGINE.wrap(scheduler, "Scheduler.schedule", schedule)
+        ENGINE.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
 
 
 def send_whole_images(scheduler: Scheduler, output: SchedulerOutput) -> None:

@@ -8,6 +8,7 @@ import threading
 from llumlet.protocol.effects import Admit
 from llumlet.protocol.errors import MigrationError, Reason, Refused
 from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.engine_port import EnginePort
 from vllm_llumnix.engine.requests.request_state import Residence, repeat_from
 from vllm_llumnix.engine.vllm_types import Request
 
@@ -16,7 +17,7 @@ class Admission:
     """The admission of one request: the loop begins it, or it is revoked, whichever comes first."""
 
     def __init__(self, context: EngineContext) -> None:
-        self._loop = context.loop
+        self._loop: EnginePort = context.loop
         self._relay = context.relay
         self._forwarding = context.forwarding
         self._lock = threading.Lock()

@@ -11,8 +11,8 @@ from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.blocks.block_rows import BlockRows
 from vllm_llumnix.engine.blocks.movers import SourceMemory, decode_memory
 from vllm_llumnix.engine.blocks.reblocking import Pairing, rows_between
-from vllm_llumnix.engine.blocks.reservations import Reserved
 from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.engine_port import Reserved
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.memory.layout import WHOLE, Cuts, OfStates, cuts_behind
 from vllm_llumnix.kv.mover.messages import BlockCopy

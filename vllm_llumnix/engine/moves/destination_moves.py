@@ -35,8 +35,8 @@ from vllm_llumnix import faults
 from vllm_llumnix.engine.blocks.block_rows import BlockRows
 from vllm_llumnix.engine.blocks.reblocking import rows_between
 from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.engine_port import CallOff, EnginePort
 from vllm_llumnix.engine.moves.destination_shell import DestinationShell
-from vllm_llumnix.engine.moves.pauses import CallOff
 from vllm_llumnix.engine.moves.shell import settle_response
 from vllm_llumnix.engine.requests.builder import RequestBuilder
 
@@ -46,10 +46,10 @@ class DestinationMoves:
 
     def __init__(self, context: EngineContext, builder: RequestBuilder, end_here: Callable[[list[str]], None]) -> None:
         self._context = context
-        self._loop = context.loop
+        self._loop: EnginePort = context.loop
         self._builder = builder
         self._end_here = end_here
-        config, port = context.config, context.loop.port
+        config, port = context.config, self._loop.port
         self._terms = Terms(
             block_size=port.block_size, has_states=bool(port.rows.num_states), lease_s=config.lease_seconds
         )
@@ -77,7 +77,7 @@ class DestinationMoves:
         if machine.settlement is not Settlement.PENDING:
             if machine.state is not State.DRAINING:
                 self._unsettled.pop(migration_id, None)
-            self._loop.port.load.touch()
+            self._loop.port.touch()
             if migration_id in self.slots:
                 self.slots.give_back(migration_id)
                 self._loop.audit_when_idle()
@@ -204,7 +204,7 @@ class DestinationMoves:
         terms = msgspec.structs.replace(self._terms, block_size=rows.size)
         move = DestinationShell(self._context, self._builder, terms, rows, handover, self._end_here, self._look)
         self.moves[move.migration_id] = self._unsettled[move.migration_id] = move
-        self._loop.port.load.touch()
+        self._loop.port.touch()
         return move
 
     def _find(self, handover: Handover) -> DestinationShell | None:

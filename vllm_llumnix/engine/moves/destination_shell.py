@@ -34,6 +34,7 @@ from vllm_llumnix import faults
 from vllm_llumnix.engine.blocks.block_rows import BlockRows
 from vllm_llumnix.engine.compatibility.way import why_request_not_portable
 from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.engine_port import EnginePort
 from vllm_llumnix.engine.moves.destination_admission import Admission
 from vllm_llumnix.engine.moves.destination_blocks import DestinationBlocks
 from vllm_llumnix.engine.moves.shell import Callers, Shell, settle_response
@@ -63,7 +64,7 @@ class DestinationShell(Shell[Destination]):
     ) -> None:
         super().__init__(Destination(terms))
         self._context = context
-        self._loop = context.loop
+        self._loop: EnginePort = context.loop
         self._builder = builder
         self._end_here = end_here
         self._on_event = on_event

@@ -9,7 +9,7 @@ from llumlet.protocol.move.limits import Limits, Slots
 from llumlet.protocol.move.plan import Plan
 from vllm_llumnix.engine.compatibility.way import Way
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.moves.pauses import CallOff
+from vllm_llumnix.engine.engine_port import CallOff, EnginePort
 from vllm_llumnix.engine.moves.source_calls import Target
 from vllm_llumnix.engine.moves.source_report import Report, SourceRecords
 from vllm_llumnix.engine.moves.source_shell import SourceShell
@@ -25,8 +25,8 @@ class SourceMoves:
         self.moves: dict[str, SourceShell] = {}
         self.records = SourceRecords()
         self._context = context
-        self._loop = context.loop
-        config, port = context.config, context.loop.port
+        self._loop: EnginePort = context.loop
+        config, port = context.config, self._loop.port
         limits = Limits(
             max_requests=config.max_migrations_out,
             max_tokens=config.max_migration_tokens_out,
@@ -42,7 +42,7 @@ class SourceMoves:
         move.progress.trigger_policy = policy
         self.slots.take(move.migration_id, request.num_tokens)
         self.moves[request.request_id] = move
-        self._loop.port.load.touch()
+        self._loop.port.touch()
         move.feed(on.Start())
         return move
 
@@ -55,5 +55,5 @@ class SourceMoves:
         self.records.add(move.progress)
         self.slots.give_back(move.migration_id)
         self.moves.pop(move.request.request_id, None)
-        self._loop.port.load.touch()
+        self._loop.port.touch()
         self._loop.audit_when_idle()

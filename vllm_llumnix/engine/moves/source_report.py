@@ -15,8 +15,8 @@ from typing import Any
 from llumlet.contract.bridge import MODES, PHASES, reason_number
 from llumlet.contract.types import Mode, MovePhase, MoveProgress, reason_word, word
 from llumlet.protocol.move.source import Outcome, State
-from vllm_llumnix.engine.blocks.scheduler_port import FrozenRequest
 from vllm_llumnix.engine.compatibility.way import Way
+from vllm_llumnix.engine.engine_port import FrozenRequest
 from vllm_llumnix.engine.moves.source_request import SourceRequest
 
 REPORT_SECONDS = 0.1

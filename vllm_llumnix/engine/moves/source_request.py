@@ -6,17 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llumlet.protocol.errors import Reason, Refused
-from vllm_llumnix.engine.blocks.scheduler_port import Frontier, FrozenRequest, Pin
 from vllm_llumnix.engine.compatibility.way import has_kv, why_request_not_portable
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.loop import Leaving
+from vllm_llumnix.engine.engine_port import EnginePort, Frontier, FrozenRequest, Pin, WatchedRequest
 from vllm_llumnix.engine.requests.request_state import Residence, state_of
 from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.wire.request_wire import RequestState
 
 
-class SourceRequest(Leaving):
-    """A request of one move. Loop thread, except for `frozen` and `num_pinned_blocks`, which others may read.
+class SourceRequest(WatchedRequest):
+    """One request of one move. Loop thread, but for what others may read: `frozen`, `num_pinned_blocks`.
 
     `on_frozen` and `on_end` are called on the llumlet's thread: when the request is frozen and no step works on it, and
     when it ends before it could leave, with the way of its end. `insists`: further input waits for the move; otherwise
@@ -35,8 +34,8 @@ class SourceRequest(Leaving):
         super().__init__(request)
         self.residence = residence
         self._context = context
-        self._loop = context.loop
-        self._port = context.loop.port
+        self._loop: EnginePort = context.loop
+        self._port = self._loop.port
         self._on_frozen = on_frozen
         self._on_end = on_end
         self.num_known_tokens = 0
@@ -44,9 +43,9 @@ class SourceRequest(Leaving):
         self.computed_tokens = 0
         """Tokens whose KV was final when it was first looked at."""
         self.queued = False
-        """True if it had computed nothing at that time."""
-        self.rows = context.loop.port.rows
-        """The rows of this move. Written by the llumlet's thread before anything is pinned."""
+        """Whether it had computed nothing then."""
+        self.rows = self._port.rows
+        """What this move counts in. Written by the llumlet's thread, before it has anything pinned."""
         self._insists = insists
         self._num_parts = residence.num_parts
         """Parts of its input when it was first looked at."""
@@ -69,7 +68,7 @@ class SourceRequest(Leaving):
         self.num_known_tokens = self.request.num_output_tokens
         self.queued = not self.request.num_computed_tokens
         self.computed_tokens = self.request.num_computed_tokens - self.request.num_in_flight_tokens
-        return state_of(self.request, self.residence, self._port.scheduler.max_model_len)
+        return state_of(self.request, self.residence, self._port.max_model_len)
 
     def pin(self, from_block: int) -> Frontier:
         """Raises Refused, see `SchedulerPort.frontier`."""
@@ -111,7 +110,7 @@ class SourceRequest(Leaving):
         if not self.request.is_finished():
             self.request.client_index = client_index
             self._port.unfreeze(self.request)
-            if self._port.rows.num_states and (is_in_doubt or self._port.latest_states.are_lost_by_waiting):
+            if self._port.rows.num_states and (is_in_doubt or self._port.loses_states_by_waiting):
                 self._port.start_over(self.request)
 
     def release(self) -> None:

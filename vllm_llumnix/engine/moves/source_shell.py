@@ -33,9 +33,9 @@ from vllm_llumnix import faults
 from vllm_llumnix.engine.blocks.block_rows import NULL_ID
 from vllm_llumnix.engine.blocks.movers import Grant
 from vllm_llumnix.engine.blocks.reblocking import rows_of_move
-from vllm_llumnix.engine.blocks.scheduler_port import Frontier, FrozenRequest
 from vllm_llumnix.engine.compatibility.way import Way
 from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.engine_port import Frontier, FrozenRequest
 from vllm_llumnix.engine.moves.shell import Shell
 from vllm_llumnix.engine.moves.source_calls import HandoverCalls, OriginCalls, Target, decided
 from vllm_llumnix.engine.moves.source_report import Report, SourceReport

@@ -16,8 +16,8 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.ids import HOME, Epoch
 from vllm_llumnix.engine.requests.request_state import BETWEEN_PARTS, residence_of
-from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.vllm_types import Request, Scheduler
+from vllm_llumnix.seams import ENGINE
 
 MAX_LEFT: Final = 4096
 """Requests that are remembered to have left. What is still on its way for one of them when it leaves comes soon."""
@@ -32,7 +32,7 @@ class Sessions:
         """Parts that have come for requests which are on their way out."""
         self._left: OrderedDict[str, None] = OrderedDict()
         self._add = scheduler.add_request
-        SEAMS.wrap(scheduler, "Scheduler.add_request", self._take)
+        ENGINE.wrap(scheduler, "Scheduler.add_request", self._take)
 
     def hold(self, request: Request) -> None:
         """It is on its way out: what comes for it waits."""

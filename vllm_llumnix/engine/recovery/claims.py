@@ -25,7 +25,7 @@ from llumlet.protocol.ids import Epoch
 from llumlet.protocol.recovery import claim as on
 from llumlet.protocol.recovery.claim import LEASE, Claim, ClaimEvent
 from vllm_llumnix.engine.blocks.block_rows import ids_of
-from vllm_llumnix.engine.blocks.scheduler_port import Pin
+from vllm_llumnix.engine.engine_port import Pin
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.requests.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Request

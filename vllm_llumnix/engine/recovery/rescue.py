@@ -17,8 +17,8 @@ from llumlet.protocol.ids import Epoch
 from llumlet.protocol.recovery import rescue as on
 from vllm_llumnix.engine.blocks.block_rows import NULL_ID, to_copy
 from vllm_llumnix.engine.blocks.movers import SourceMemory, decode_memory
-from vllm_llumnix.engine.blocks.reservations import Reserved
 from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.engine_port import Reserved
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.mover.messages import BlockCopy
 

@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix import faults
-from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.vllm_types import Request
+from vllm_llumnix.seams import ENGINE
 from vllm_llumnix.steps.step_record import StepRecord
 
 GRAMMAR_SECONDS = 20.0
@@ -105,7 +105,7 @@ class Grammars:
                     raise
                 _future_of(request).add_done_callback(lambda _: end())
 
-        SEAMS.wrap(self._manager, "StructuredOutputManager.grammar_init", grammar_init)
+        ENGINE.wrap(self._manager, "StructuredOutputManager.grammar_init", grammar_init)
 
 
 def _future_of(request: Request) -> Future[Any]:

@@ -32,11 +32,12 @@ from vllm_llumnix.config import LlumletConfig, drain_limit
 from vllm_llumnix.engine.blocks.movers import Grant, Movers
 from vllm_llumnix.engine.compatibility.identity import EngineIdentity
 from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.engine_port import CallOff
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.moves.destination_moves import DestinationMoves
 from vllm_llumnix.engine.moves.migrations import Migrations
-from vllm_llumnix.engine.moves.pauses import QUIET_SECONDS, CallOff
 from vllm_llumnix.engine.moves.source_moves import SourceMoves
+from vllm_llumnix.engine.pauses import QUIET_SECONDS
 from vllm_llumnix.engine.recovery.adoptions import Adoptions
 from vllm_llumnix.engine.recovery.claims import Claims
 from vllm_llumnix.engine.recovery.rescue import Rescues

@@ -17,7 +17,6 @@ was copied before is good for.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -27,23 +26,15 @@ from vllm.v1.core.sched.interface import PauseState
 
 from llumlet.protocol.errors import Reason
 from vllm_llumnix.engine.blocks.scheduler_port import SchedulerPort
-from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.engine.engine_port import CallOff
 from vllm_llumnix.engine.vllm_types import Engine
+from vllm_llumnix.seams import ENGINE
 
 QUIET_SECONDS: Final = 5.0
 """Time for which a pause waits for blocks that peers may still read, or movers write."""
 
 READ_ONLY: Final = frozenset({"check_health", "compute_weight_checksums", "list_loras", "synchronize_device"})
 """Methods of vLLM's workers that leave the weights as they are."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallOff:
-    """Why moves end. `what` happened to this engine; the reasons are those of the moves out of it and into it."""
-
-    at_source: Reason
-    at_destination: Reason
-    what: str
 
 
 PAUSED: Final = CallOff(Reason.SOURCE_PAUSED, Reason.DESTINATION_PAUSED, "was paused meanwhile")
@@ -78,7 +69,7 @@ class Pauses:
                 return bool(reset(reset_running_requests, reset_connector))
 
         port.events.on_pause = pause
-        SEAMS.wrap(scheduler, "Scheduler.reset_prefix_cache", reset_prefix_cache)
+        ENGINE.wrap(scheduler, "Scheduler.reset_prefix_cache", reset_prefix_cache)
 
     def watch(self, engine: Engine) -> None:
         """Have pauses of this engine wait for its moves to end, and its moves end when its weights may change."""
@@ -92,10 +83,10 @@ class Pauses:
             if not self._must_wait():
                 notify()
 
-        SEAMS.wrap(engine, "EngineCoreProc._pause_complete", pause_complete)
-        SEAMS.wrap(engine, "EngineCoreProc._notify_idle_state_callbacks", notify_idle_state_callbacks)
-        SEAMS.wrap(engine, "EngineCore.collective_rpc", self._changing_weights(engine.collective_rpc))
-        SEAMS.wrap(engine, "EngineCore.set_weight_version", self._naming_weights(engine, engine.set_weight_version))
+        ENGINE.wrap(engine, "EngineCoreProc._pause_complete", pause_complete)
+        ENGINE.wrap(engine, "EngineCoreProc._notify_idle_state_callbacks", notify_idle_state_callbacks)
+        ENGINE.wrap(engine, "EngineCore.collective_rpc", self._changing_weights(engine.collective_rpc))
+        ENGINE.wrap(engine, "EngineCore.set_weight_version", self._naming_weights(engine, engine.set_weight_version))
 
     def call_off(self, why: CallOff) -> None:
         self._port.reservations.void(why.at_destination, f"the destination {why.what}")

@@ -31,7 +31,7 @@ from llumlet.protocol.errors import Reason, Refused
 logger = logging.getLogger("vllm.llumnix")
 
 READ_SECONDS = 4.0
-"""Time for which a move waits for an adapter whose files are still being read."""
+"""Seconds that a move waits for an adapter whose files are still being read."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """vLLM loads the first of these that is there."""
@@ -53,7 +53,7 @@ Stamp = tuple[tuple[str, int, int, int], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of an adapter when its files were read."""
+    """Content of an adapter when its files were read."""
 
     digest: str
     stamp: Stamp
@@ -77,7 +77,7 @@ class Adapters:
         self._known: dict[str, _Known] = {}
         self._one_at_a_time = asyncio.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="llumnix-adapters")
-        """Threads: one reads, the other checks that read files have not changed."""
+        """Two threads: one reads, the other checks whether what was read is still there."""
 
     @property
     def names(self) -> list[str]:
@@ -111,7 +111,7 @@ class Adapters:
         return msgspec.structs.replace(known.request, load_inplace=False)
 
     async def digest_of(self, request: LoRARequest) -> str:
-        """The digest that tells a request's adapter from others with its name. Raises Refused(lora_not_available)."""
+        """Digest that tells a request's adapter from others of its name. Raises Refused(lora_not_available)."""
         known = self._known.get(request.lora_name)
         if known is None or not _is_same(known.request, request):
             raise _not_available(request.lora_name, "was replaced or removed after the request had begun")

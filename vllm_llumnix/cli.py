@@ -37,7 +37,7 @@ _EPILOG = """exit codes:
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the process."""
+    """Exit codes of the command."""
 
     OK = 0
     PROBLEM = 1

@@ -75,8 +75,8 @@ def examine_all(*, adapt: bool = False, flags: Sequence[str] = ()) -> list[Check
 
 
 def model(flags: Sequence[str]) -> Check:
-    """Checks how requests of a model would move: vLLM builds it in a process of its own, without weights. `flags`: of
-    `vllm serve`, the model's among them."""
+    """Forecast of how requests of a model would move: vLLM builds it in a process of its own, without weights. flags:
+    of `vllm serve`, the model's among them."""
     name, command = "model", [sys.executable, "-m", "vllm_llumnix.engine.compatibility.foresight", *flags]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
@@ -123,7 +123,7 @@ def vllm(found: Installed) -> Check:
 
 
 def functions(found: Installed) -> Check:
-    """Checks that the functions of vLLM that the engine side relies on are those of the series' release."""
+    """Checks that vLLM's functions that the engine side counts on are those of the series' release."""
     name = "vLLM's functions"
     if found.problem or found.series is None:
         return Check(name, "unknown: no patch series fits")
@@ -135,8 +135,7 @@ def functions(found: Installed) -> Check:
 
 
 def seams() -> Check:
-    """Checks that vLLM has the attributes that are wrapped or set at run time; an engine checks again when it
-    starts."""
+    """Checks that vLLM has every attribute that is wrapped or set at run time; an engine looks again when it starts."""
     name, found = "vLLM's attributes", examine(find_vllm())
     if found.root is None:
         return Check(name, "unknown: there is no vLLM")
@@ -150,7 +149,7 @@ def seams() -> Check:
 
 
 def hook() -> Check:
-    """Checks that a Python started like vLLM's engine and worker processes gets the patches."""
+    """Checks that a Python started as vLLM starts its engine and worker processes gets the patches."""
     if examine(find_vllm()).on_disk:
         return Check("import hook", "not needed: patched on disk")
     code = "import sys; sys.exit(not any(type(f).__name__ == 'PatchFinder' for f in sys.meta_path))"
@@ -174,7 +173,7 @@ def variables() -> Check:
 
 
 def local_transport() -> Check:
-    """Checks that a process may read the memory of another one that permits it, as engines on one host do."""
+    """Checks that a process may read the memory of another one that has given permission, as engines on one host do."""
     name = "transport 'local'"
     obstacle = _read_sibling()
     if obstacle is None:
@@ -184,7 +183,8 @@ def local_transport() -> Check:
 
 
 def block_copy() -> Check:
-    """Finds the backend that would copy KV blocks here: backends are tried in a process of their own, as in workers."""
+    """Finds the backend that would copy KV blocks here: the backends are tried, in a process of their own, as workers
+    do."""
     name = "block copy"
     try:
         child = subprocess.run([sys.executable, "-c", _COPY], capture_output=True, text=True, timeout=_START_TIMEOUT_S)
@@ -199,7 +199,7 @@ def block_copy() -> Check:
 
 
 def local_between_gpus() -> Check:
-    """Checks that an engine started here can map the memory of GPUs that other engines run on."""
+    """Checks that an engine that is started here can map the memory of GPUs that other engines run on."""
     name = "'local' between GPUs"
     there, visible = _gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if not there:
@@ -223,7 +223,7 @@ def _gpus() -> list[str]:
 
 
 def nixl() -> Check:
-    """Checks that a NIXL agent starts, in a process of its own as beside workers, over any network device."""
+    """Checks that an agent comes up, in a process of its own as beside workers, over any network device."""
     name = "transport 'nixl'"
     if (problem := nixl_process.why_not_installed()) is not None:
         return Check(name, problem.replace("not installed", "not installed (optional)"))

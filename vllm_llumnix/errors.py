@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of this package; `llumlet.protocol.errors` has those of a move.
+"""Errors of this package; `llumlet.protocol.errors` has the ends of moves.
 
 LlumnixError
 ├── ConfigError            a flag or a variable is wrong; all faults are listed at once

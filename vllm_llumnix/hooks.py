@@ -94,7 +94,7 @@ def check_ready(response: Any) -> None:
 
 
 def ends_with_engine(engine_manager: Any) -> bool:
-    """True if the parent of several API servers ends them now, after the death of an engine process.
+    """True if the parent of several API servers should end them now: an engine process has died.
 
     With the llumlet on they stay up, and end after their last stream.
     """

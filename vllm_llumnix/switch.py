@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells if the llumlet is on in this process. Imports only the standard library, as patched modules of vLLM ask it."""
+"""The switch of the llumlet in this process. Imports the standard library only: patched modules of vLLM ask it."""
 
 from __future__ import annotations
 

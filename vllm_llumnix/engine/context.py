@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared context of all parts of one engine's llumlet, constant while it lives."""
+"""The objects that all parts of one engine's llumlet share. They do not change while it lives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from vllm_llumnix.wire.peer_clients import PeerClients
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineContext:
-    """One engine: its configuration, identity, loop, memory and peers. Made on the llumlet's thread.
+    """The engine's configuration, identity, loop and memory, and its connections to peers and origins. Made on the
+    llumlet's thread.
 
     `address`: where peers and API servers reach the llumlet. `credentials`: for these connections. `started_at`:
     seconds since the epoch.

@@ -142,7 +142,7 @@ class RequestPort(Protocol):
 
     @property
     def loses_states_by_waiting(self) -> bool:
-        """Whether a request with states has to start over when a step has left it out."""
+        """True if a request with states has to start over when a step has left it out."""
 
     @property
     def reservations(self) -> Reservations: ...
@@ -173,7 +173,7 @@ class RequestPort(Protocol):
 
 
 class EnginePort(Protocol):
-    """One engine, as moves see it."""
+    """An engine, as moves see it."""
 
     @property
     def port(self) -> RequestPort: ...

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class Llumlet(Protocol):
-    """Messages of the engine's threads, posted to the llumlet's thread without waiting."""
+    """Messages of the engine's threads, posted to the llumlet's thread; nobody waits for an answer."""
 
     def relay_outputs(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         """Outputs of one step, for the origin that `client_index` stands for."""
@@ -130,7 +130,7 @@ class EngineLoop:
 
     @property
     def takes_requests(self) -> bool:
-        """True if new requests and moves may come; false while the engine ends. Any thread."""
+        """True if new requests and moves may come; False when the engine is on its way out. Any thread."""
         return bool(self.engine.is_running()) and not self.draining
 
     # Loop thread
@@ -245,7 +245,7 @@ class EngineLoop:
         self._outputs.append((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
 
     def _gives_blocks(self) -> bool:
-        """True if a request of the batch is moving out, so that its blocks will be freed."""
+        """True if a request of the batch is on its way out: its blocks come free when it has left."""
         return any(leaving.request.status == RequestStatus.RUNNING for leaving in self._leaving.values())
 
     def _in_flight(self) -> Sequence[Any]:

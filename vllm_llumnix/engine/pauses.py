@@ -31,7 +31,7 @@ from vllm_llumnix.engine.vllm_types import Engine
 from vllm_llumnix.seams import ENGINE
 
 QUIET_SECONDS: Final = 5.0
-"""Time for which a pause waits for blocks that peers may still read, or movers write."""
+"""Seconds that a pause waits for blocks that peers may still read, or movers write."""
 
 READ_ONLY: Final = frozenset({"check_health", "compute_weight_checksums", "list_loras", "synchronize_device"})
 """Methods of vLLM's workers that leave the weights as they are."""

@@ -32,7 +32,7 @@ STOP_SECONDS = 2.0
 
 
 class Inhabitant(Protocol):
-    """A component that lives on the thread."""
+    """An object that lives on the thread."""
 
     async def close(self) -> None: ...
 

@@ -84,7 +84,7 @@ class Request(Protocol):
 
 
 class Block(Protocol):
-    """A block of the KV cache in the pool."""
+    """A block of the KV cache, in the pool."""
 
     block_id: int
 
@@ -166,7 +166,7 @@ class RequestQueue(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
     def __reversed__(self) -> Iterator[Request]:
-        """Only of the first kind."""
+        """Available for first come, first served only."""
         ...
 
     def insert(self, index: int, request: Request) -> None:
@@ -269,7 +269,7 @@ class Executor(Protocol):
     """Runs the workers."""
 
     def collective_rpc(self, method: Any, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        """The results of `method` on all workers, by rank."""
+        """Calls `method` on each worker; returns the results by rank."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object: ...
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images and embeddings that an API server keeps, so that a request can be replayed.
+"""Images and embeddings that an API server keeps of a prompt beside its tokens, so that the request can be started
+again elsewhere.
 
 vLLM's API server forgets an image after sending it to its engine. Here its processed form is kept while its stream
 lives, up to `MAX_INPUT_BYTES` per request and `MAX_KEPT_BYTES` in all. An image that is not kept, or was not sent
@@ -30,7 +31,7 @@ class Keeper(Protocol):
 
 
 def room_for(request: EngineCoreRequest, keepers: Iterable[Keeper]) -> int:
-    """Bytes of `request` that may be kept, beside those of `keepers`."""
+    """Number of bytes that may be kept of `request`, beside what `keepers` keep."""
     if not request.mm_features and request.prompt_embeds is None:
         return 0
     others = (keeper.request for keeper in keepers)
@@ -61,7 +62,7 @@ def why_not_kept(request: EngineCoreRequest, room: int) -> str:
 
 
 def without_inputs(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The rest to keep of a request that cannot be replayed."""
+    """The part to keep of a request that cannot be started again."""
     return msgspec.structs.replace(request, mm_features=None, prompt_embeds=None)
 
 

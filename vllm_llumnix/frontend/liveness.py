@@ -68,7 +68,7 @@ GONE_PAUSE_SECONDS = 0.05
 
 
 async def is_gone(address: str, credentials: Credentials) -> bool:
-    """True if a silent engine's llumlet has stopped listening, so that it need not be waited for.
+    """Returns True if nobody listens any more where a silent engine's llumlet did: then nobody has to wait for it.
 
     An ending process closes its connections one by one, its listening port among them. So if it breaks a connection
     off, it is asked again for a while, each time by a new connection: a kept one says nothing about the port.

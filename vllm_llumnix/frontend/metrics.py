@@ -94,7 +94,7 @@ class MoveMetrics:
         self._report = report
         self._counted: dict[bytes, int] = {}
         self._counts: dict[tuple[bytes, str], int] = {}
-        """The engines' last reported counts."""
+        """Counts that engines reported last."""
         self._num_replayed = 0
         self._not_before = 0.0
         self._asking: asyncio.Task[None] | None = None

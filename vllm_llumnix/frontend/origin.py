@@ -73,14 +73,14 @@ class ClientStream(Stream):
 
 
 class OriginShell:
-    """The origin of vLLM's `client` and its surroundings. Made before vLLM has constructed the rest of the client."""
+    """The origin of the requests of vLLM's `client`. Made before vLLM has constructed the rest of the client."""
 
     def __init__(self, client: Client, vllm_config: VllmConfig, settings: LlumletConfig) -> None:
         self.client = client
         self.settings = settings
         self.credentials = settings.credentials()
         self.complaints = Complaints()
-        """Errors on the relay, counted by kind."""
+        """Faults on the relay, counted by kind."""
         self.adapters = Adapters(vllm_config.lora_config)
         self.peers = Peers(settings.peers, settings.cms, settings.own_ids, self.credentials, settings.reaches)
         self.relay: RelaySocket | None = None
@@ -159,12 +159,12 @@ class OriginShell:
 
     @property
     def num_at_home(self) -> int:
-        """Number of these that no other engine has taken over."""
+        """Number of open requests that no other engine has taken over."""
         return sum(stream.owner is None for stream in self.core.streams.all())
 
     @property
     def owns_engine(self) -> bool:
-        """True if the engine is this process's to end."""
+        """True if this process ends the engine."""
         return self.client.resources.engine_manager is not None
 
     async def end_engine(self) -> None:
@@ -370,8 +370,8 @@ class OriginShell:
         self.peers.keep_fresh()
 
     def _homes_are_dead(self) -> bool:
-        """True if the own engines are dead. Needed by one of several API servers, whose engines belong to their parent
-        process."""
+        """True if the own engines are dead, for an API server among several, whose engines belong to their parent
+        process: nobody else tells it."""
         if self.client.resources.engine_manager is not None:
             return False
         homes = [self.core.own_engine(self._instance_of(engine)) for engine in self.client.core_engines]

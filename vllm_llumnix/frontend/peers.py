@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which other instances may take this one's requests: those that were named, and some that the CMS knows.
+"""Other instances that may take this one's requests: the configured ones, and some that the CMS knows.
 
 The CMS is asked every few seconds, so that what it said last is there when it, or this instance's own engine, is not.
 """

@@ -70,10 +70,10 @@ def _is_new_work(scope: Message) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """The sum of the engines' answers."""
+    """State of the drain in the engines: their answers summed up."""
 
     seconds: float
-    """Longest time of the drain in seconds; 0 if there is none."""
+    """Seconds that the drain may take; 0: there is none."""
     num_requests: int
     num_moving: int
     num_moved: int
@@ -86,7 +86,7 @@ class Standing:
 
 
 class Drained(Protocol):
-    """The subject of a drain: the holder of the streams that are waited for."""
+    """Holder of the streams that a drain waits for."""
 
     client: Client
     peers: Peers

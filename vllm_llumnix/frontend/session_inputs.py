@@ -25,9 +25,9 @@ MAX_PART_BYTES: Final = wire.MAX_MESSAGE_BYTES - (1 << 16)
 
 
 class InputSessions:
-    """The input sessions of a vLLM client. `open_stream` opens the stream of a first part in `core`; `carry_out`
-    performs the effects. `unlearn` is called for each image: vLLM sends an engine a known image by its name alone, and
-    a later part may go to an engine that does not know it."""
+    """Input sessions of one vLLM client. `open_stream` opens that of a first part in `core`; `carry_out` does what that
+    asks for. `unlearn` is told of each image that has come: vLLM sends its engine one that has been shown before by its
+    name alone, and a later part may have to go to an engine that does not know it."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of vLLM's engine client, as far as they are used.
+"""Protocols of vLLM's engine client, with the attributes that are read, called or set.
 
 vLLM's own classes satisfy these (`tests/frontend/test_frontend_vllm_types.py`). `seams` lists the attributes set at run
 time, and `client` overrides methods by inheritance.
@@ -64,7 +64,7 @@ class EngineManager(Protocol):
 
 
 class Resources(Protocol):
-    """The objects that a client closes at its end; it outlives the client."""
+    """Resources that a client closes at its end; it outlives the client."""
 
     engine_dead: bool
     engine_manager: EngineManager | None
@@ -87,7 +87,7 @@ class Client(Protocol):
     """Alive until the client is shut down."""
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
-        """The result of the engine's method, decoded from msgpack."""
+        """Calls the engine's method and returns its result, decoded from msgpack."""
 
     def shutdown(self, timeout: float | None = None) -> None: ...
 

@@ -61,7 +61,7 @@ class _Staged(NamedTuple):
     outgoing: StagingArea
     incoming: StagingArea
     exposed: bool
-    """True if peers can also write to `incoming`."""
+    """True if peers can write to `incoming` as well."""
 
 
 class DataPlane:
@@ -118,7 +118,7 @@ class DataPlane:
 
     @property
     def description(self) -> PeerMemory:
-        """The description for peers."""
+        """Description for peers."""
         server, host = self._server, reachable_host(self._settings.host)
         return describe_memory(
             self.layout,

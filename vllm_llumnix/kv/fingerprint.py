@@ -19,7 +19,7 @@ import torch
 logger = logging.getLogger("vllm.llumnix")
 
 _NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
-"""Fields of a model's configuration that tell its path: the same model may lie elsewhere."""
+"""Fields of a model's configuration that say where it came from: the same model may lie under another path."""
 SAMPLED_BYTES = 4096
 SAMPLED_ROWS = 64
 SAMPLED_PLACES = 1024

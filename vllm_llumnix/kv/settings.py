@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's settings for its workers' movers."""
+"""Settings that an engine gives to its workers' movers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import msgspec
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """The limit of pulled blocks: at most `bytes_per_s`, or at most a `share` of the unlimited link."""
+    """Limit on the rate of pulls: at most `bytes_per_s`, or at most a `share` of what the link gives when it is not
+    limited."""
 
     bytes_per_s: float | None = None
     share: float | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of a vLLM worker, as far as they are used; nothing of vLLM is imported.
+"""Protocols of vLLM's workers, with the attributes that are read, called or wrapped; nothing of vLLM is imported.
 
 vLLM's own classes satisfy these (`tests/kv/test_kv_vllm_types.py`). `seams` lists the attributes wrapped at run time.
 """
@@ -31,7 +31,7 @@ class KVCacheSpec(Protocol):
 
 
 class AttentionSpec(KVCacheSpec, Protocol):
-    """The spec of a layer with keys and values for each token."""
+    """Spec of a layer with keys and values for each token."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -55,7 +55,7 @@ class AttentionSpec(KVCacheSpec, Protocol):
 
 
 class StateSpec(KVCacheSpec, Protocol):
-    """The spec of a layer with a state."""
+    """Spec of a layer with a state instead."""
 
     mamba_type: enum.Enum
     num_speculative_blocks: int
@@ -63,7 +63,7 @@ class StateSpec(KVCacheSpec, Protocol):
 
 
 class UniformSpecs(KVCacheSpec, Protocol):
-    """Specs of layers that differ and share a block table."""
+    """Specs of layers that differ and have one block table nevertheless."""
 
     @property
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
@@ -102,7 +102,7 @@ class ModelRunner(Protocol):
     model: torch.nn.Module
     kv_cache_config: KVCacheConfig
     kv_caches: Sequence[Any]
-    """A tensor, or several, for each layer."""
+    """One tensor or several for each layer."""
 
 
 class CompilationConfig(Protocol):
@@ -141,7 +141,7 @@ class KnownRequests(Protocol):
 
     req_ids: list[str]
     num_computed_tokens: list[int]
-    """Of each request, before the step."""
+    """Computed tokens of each request before the step."""
     resumed_req_ids: Collection[str]
     """Ids of those that had been preempted."""
 

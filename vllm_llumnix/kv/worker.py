@@ -25,7 +25,7 @@ from vllm_llumnix.steps.thinking_budget import BudgetHolder, sync_with_history
 logger = logging.getLogger(__name__)
 
 _KV_TAG = "kv_cache"
-"""vLLM's sleep mode name of the KV memory."""
+"""Name of the KV memory in vLLM's sleep mode."""
 
 
 _running: DataPlane | None = None
@@ -95,8 +95,8 @@ def stop_mover(called: Worker | WorkerWrapper) -> None:
 
 
 def before_kv_goes(owner: Sleeper, call: Callable[[], None]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What takes the place of vLLM's `sleep` and `discard` of an executor or a worker: they `call` first, if the KV
-    memory loses its content."""
+    """Replacements of vLLM's `sleep` and `discard` of an executor or a worker: they `call` first, if the KV memory
+    loses its content."""
     stock_sleep, stock_discard = owner.sleep, owner.discard
 
     def sleep(level: int = 1) -> None:

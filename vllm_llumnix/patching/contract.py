@@ -88,7 +88,7 @@ def _parse(text: str) -> Contract:
 
 
 def compare(contract: Contract, root: Path, bases: Mapping[str, Base]) -> list[Difference]:
-    """Differences in the files below `root`, the package's directory. `bases`: files that may be patched there.
+    """Differences in the files below `root`, the directory of the package. `bases`: files that may be patched there.
 
     Those that refuse come first.
     """
@@ -124,14 +124,14 @@ def refusal(differences: list[Difference], contract: Contract) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The comparison of files with a contract: the differences, and the reasons against their use."""
+    """Result of comparing files with a contract: differences, and reasons not to use the files."""
 
     differences: tuple[Difference, ...]
     problem: str | None
 
 
 def kept(series: Series, root: Path) -> Kept:
-    """Compares the files below `root`, the package's directory, with the contract of `series`."""
+    """Compares the files below `root`, the directory of the package, with the contract of `series`."""
     try:
         signed = load(directory_of(series.version))
         differences = compare(signed, root, series.files)

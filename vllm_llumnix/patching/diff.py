@@ -32,7 +32,7 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class FileDiff:
-    """A patch's change of one existing file; `path` begins with the package (`vllm/...`)."""
+    """Change of one existing file by one patch; `path` begins with the package (`vllm/...`)."""
 
     path: str
     hunks: tuple[Hunk, ...]

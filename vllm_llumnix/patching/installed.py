@@ -28,7 +28,7 @@ ADAPT = "--llumlet-adapt"
 
 
 class FileState(StrEnum):
-    """The state of a file on disk, by its hash. ADAPTED: not the released one, but the patches fit."""
+    """State of a file on disk, by its hash. ADAPTED: another file than the released one, into which the patches fit."""
 
     ORIGINAL = "original"
     PATCHED = "patched"
@@ -62,7 +62,7 @@ class Installed:
 
     @property
     def on_disk(self) -> bool:
-        """True if all files on disk are patched ones."""
+        """True if all files on disk are patched."""
         return bool(self.files) and all(state is FileState.PATCHED for state in self.files.values())
 
     @property
@@ -90,7 +90,7 @@ class Installed:
         return text if sha256(text) == self.adapted[path] else None
 
     def kept(self) -> Kept:
-        """Compares the files with the contract of the series, which must exist and fit."""
+        """Compares the files with the contract of the series, of which there is one, and no problem with it."""
         assert self.series is not None
         assert self.root is not None
         return contract.kept(self.series, self.root)

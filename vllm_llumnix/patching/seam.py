@@ -17,7 +17,7 @@ from vllm_llumnix.errors import PatchError
 
 
 class Kind(StrEnum):
-    """The change of the attribute. ADDED: vLLM has none of this name."""
+    """Change of the attribute. ADDED: vLLM has none of this name."""
 
     WRAPPED = "wrapped"
     REPLACED = "replaced"
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A changed attribute. `owner` is the class in `path` that defines it; `process` is api, core or worker."""
+    """An attribute of vLLM. `owner` is the class in `path` that defines it; `process` is api, core or worker."""
 
     path: str
     owner: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One patch series: `patches/v<version>/` with
+"""A patch series: `patches/v<version>/` with
 
     BASE      "vllm <version>", then "<sha256 before>  <sha256 after>  <path>" for each file that the series changes
     series    the names of the patches, in the order in which they are applied
@@ -115,7 +115,7 @@ class Series:
 
 
 def misfit(patch: str, path: str, hunk: diff.Hunk, count: int) -> str:
-    """The fault of a hunk whose lines are in a file `count` times instead of once."""
+    """Description of what is wrong with a hunk whose lines are in a file `count` times, not once."""
     return f"{patch}: the hunk at line {hunk.before_start} is {count} times in {path}"
 
 
@@ -211,7 +211,7 @@ def _load(directory: Path) -> Series:
 
 
 def parse_patch(text: str, name: str) -> Patch:
-    """Parses a patch file."""
+    """Parses the text of a patch file."""
     header: dict[str, str] = {}
     field = ""
     for line in text.partition("\n---\n")[0].splitlines():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells if this process runs the patched vLLM."""
+"""State of this process: does it run the patched vLLM?"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PatchState:
 
 
 def current() -> PatchState:
-    """The patches of this process, and the reasons against using them. Imports nothing of vLLM."""
+    """Patches of this process, and problems with them. Imports nothing of vLLM."""
     found = installed()
     if found.series is None:
         return PatchState(found.version, None, frozenset(), found.problem)

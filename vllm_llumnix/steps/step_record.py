@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests are in the steps under way at an engine: in shared memory, which outlives it.
+"""Record of the requests in an engine's steps under way, in shared memory, which outlives it.
 
 A request that makes its engine die does so in a step, or while its grammar is compiled. So the engine's loop writes
 down whom it gives to its model, for every batch in flight, and an origin on the same machine that finds the engine dead
@@ -62,7 +62,7 @@ _SLOT = struct.Struct("<dII")
 way`."""
 _UNDER_WAY = 12
 _GRAMMAR = struct.Struct("<8sB7x")
-"""A request's name, and `under way` while its grammar is compiled."""
+"""Name of the request, `under way`."""
 _COMPILING = 8
 NUM_GRAMMARS = 64
 """More than vLLM has threads for them on most machines; it takes them in the order in which they came."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 State = dict[str, Any]
-"""The runner's state for a request: a machine that reads the output again before each token is sampled."""
+"""State that the runner keeps for a request: a machine that is told the output again before each token is sampled."""
 
 
 class BatchUpdate(Protocol):
@@ -36,8 +36,8 @@ class BudgetHolder(Protocol):
 
 
 def sync_with_history(holder: BudgetHolder) -> Callable[[BatchUpdate | None], None]:
-    """The replacement of `holder.sync_batch`. With drafts it is not known which tokens were told in which step, and the
-    count begins anew as in stock vLLM."""
+    """Replacement of `holder.sync_batch`. With drafts nobody knows what was told in which step, and the count begins
+    anew as it does in stock vLLM."""
     stock = holder.sync_batch
 
     def sync_batch(batch_update: BatchUpdate | None) -> None:
@@ -68,8 +68,8 @@ def tell_history(holder: BudgetHolder, state: State) -> None:
 
 
 def _lengths(state: State, output: list[int], ends: set[int]) -> Iterator[int]:
-    """The lengths of the output that matter to the machine: around a token that may complete a marker, and where the
-    budget may end. In between it only counts, or waits for a marker."""
+    """Lengths of the outputs that the machine was told, as far as they matter: those around a token that may complete a
+    marker, and where the budget may be over. In between it only counts, or waits for a marker."""
     markers = iter([at for at, token in enumerate(output) if token in ends])
     marker = next(markers, len(output))
     length = 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images (vLLM's multimodal features) and embeddings of a prompt, as they travel.
+"""Parts of a prompt beside its tokens, as they travel: images and the like (vLLM's multimodal features), and
+embeddings.
 
 An image travels as the API server's processor made it: pixels, and the small tensors beside them. An engine with the
 prompt's KV cache needs only the positions, names (block hashes) and grids (M-RoPE) of the images; but if it preempts
@@ -55,8 +56,8 @@ Value = Tensor | Annotated[list[Tensor], Meta(max_length=4096)] | int | float
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """An image or clip: vLLM's `MultiModalFeatureSpec`. It takes positions `[offset, offset + length)` of the prompt;
-    `is_embed`, a byte for each, says which of them have an embedding of it, None: all."""
+    """An image, clip or the like: vLLM's `MultiModalFeatureSpec`. It takes positions `[offset, offset + length)` of the
+    prompt; `is_embed`, a byte for each, says which of them have an embedding of it, None: all."""
 
     modality: Name
     identifier: Name
@@ -79,8 +80,8 @@ class Embeddings(msgspec.Struct, frozen=True):
 
 
 def is_whole(specs: Iterable[Any] | None) -> bool:
-    """True if this process has all data of vLLM's `MultiModalFeatureSpec`s: an API server may know only that its engine
-    caches them, or an address in vLLM's shared memory."""
+    """True if this process has all that vLLM's `MultiModalFeatureSpec`s stand for: not what an API server knows to be
+    in its engine's cache, nor what lies in vLLM's shared memory, of which there is an address."""
     return all(spec.data is not None and "address" not in spec.data for spec in specs or ())
 
 
@@ -180,7 +181,7 @@ def mask_of(mask: memoryview, length: int) -> torch.Tensor:
 
 
 def num_bytes_of(features: Iterable[Feature], embeddings: Embeddings | None) -> int:
-    """Received bytes of one request."""
+    """Bytes that have arrived of one request."""
     values = [value for feature in features for value in feature.fields.values()]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
     if embeddings is not None:

@@ -25,7 +25,7 @@ from llumlet.protocol.ids import HOME, Epoch
 
 
 class ExpertsForm(NamedTuple):
-    """The form in which vLLM reports a token's experts: an array of layers and experts."""
+    """Form in which vLLM reports a token's experts: an array of layers and experts."""
 
     num_layers: int
     num_per_token: int
@@ -33,7 +33,7 @@ class ExpertsForm(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-        """The dtype of vLLM's `RoutedExpertsCapturer`."""
+        """Type of vLLM's `RoutedExpertsCapturer`."""
         return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
 
     def rows_in(self, data: bytes) -> np.ndarray:
@@ -42,7 +42,8 @@ class ExpertsForm(NamedTuple):
 
 
 class OutputForm(NamedTuple):
-    """The optional contents of outputs of a model's engines. `has_masks`: sampling masks; `experts`: routed experts."""
+    """Content of the outputs of a model's engines. `has_masks`: they tell what they draw from; `experts`: where they
+    route tokens to."""
 
     vocab_size: int
     has_masks: bool = False
@@ -53,7 +54,7 @@ _FINISH_REASONS = frozenset(int(reason) for reason in FinishReason)
 
 
 def token_output_from(output: EngineCoreOutput, epoch: Epoch, base: int, first: int) -> wire.TokenOutput:
-    """The output that the owner of a request under `epoch` sends to its origin; `first` indexes the first token."""
+    """Message from the engine that owns a request under `epoch` to its origin; `first` indexes the first token."""
     finish_reason = output.finish_reason
     return wire.TokenOutput(
         request_id=output.request_id,
@@ -199,7 +200,7 @@ def _lists(logprobs: wire.Logprobs | None, skip: int, count: int) -> LogprobsLis
 
 
 def _mask(masks: list[list[int]] | None, skip: int, count: int) -> SamplingMaskLists | None:
-    """The masks of tokens `[skip, skip + count)`, as vLLM's scheduler cuts them out for a request."""
+    """Masks of tokens `[skip, skip + count)`, as vLLM's scheduler cuts them out for a request."""
     if masks is None or not count:
         return None
     rows = masks[skip : skip + count]

@@ -19,8 +19,8 @@ MAX_STATE_BYTES = 64 << 20
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """The state of a request whose input comes in parts, between two of them. Its prompt is everything before the last
-    answer, and its output is that answer."""
+    """State of a request whose input comes in parts, between two of them. Its prompt is all that was said before the
+    last answer, and its output is that answer, all of it."""
 
     num_parts: Annotated[int, Meta(ge=1)]
     """Parts that have come."""
@@ -52,7 +52,7 @@ class RequestState(msgspec.Struct, frozen=True):
     features: list[Feature] = []
     """Images and the like, in the order of the prompt."""
     embeddings: Embeddings | None = None
-    """Embeddings of the prompt, in place of all tokens (there are none then) or of some."""
+    """Embeddings of the prompt, in place of tokens (there are none then) or of some of them."""
     session: SessionState | None = None
     name: str = ""
     """The `X-Request-Id` with which it came; empty: none."""
@@ -121,8 +121,8 @@ def fetched_from_here(kv_parameters: object) -> bool:
 
 
 def may_be_lost(kv_parameters: object) -> bool:
-    """True if a request can continue without these parameters. They may say that another engine has computed its
-    prompt; once that was fetched, or is lost, they are not needed."""
+    """True if a request goes on without these parameters. They may say that another engine has computed its prompt:
+    when that has been fetched, or is lost, they have nothing more to say."""
     if not kv_parameters:
         return True
     known = isinstance(kv_parameters, dict) and "do_remote_prefill" in kv_parameters

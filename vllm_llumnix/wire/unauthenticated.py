@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the settings of transports over unauthenticated networks."""
+"""Checks of the settings of transports whose networks authenticate nobody."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_MOONCAKE = (
 
 
 class NetworkSettings(Protocol):
-    """The settings of an instance that are checked here."""
+    """Parts of an instance's configuration that are checked here."""
 
     @property
     def transport(self) -> str: ...

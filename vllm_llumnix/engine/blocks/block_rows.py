@@ -36,11 +36,11 @@ from vllm_llumnix.engine.vllm_types import Block, GroupManager, Request, Schedul
 from vllm_llumnix.kv.vllm_worker_types import KVCacheGroup, StateSpec
 
 NULL_ID = 0
-"""The id of vLLM's null block."""
+"""Id of vLLM's null block."""
 
 
 class Kind(enum.Enum):
-    """The contents of a group's blocks."""
+    """Content of the blocks of a group."""
 
     ALL = "keys and values of every token"
     WINDOW = "those of the latest tokens"
@@ -69,12 +69,12 @@ def _kind_of_layer(spec: object) -> Kind | None:
 
 
 def _is_replayed(group: KVCacheGroup) -> bool:
-    """True if the window behind a cached prefix is computed again."""
+    """True if the window behind a prefix of which the cache has the other groups' blocks is computed again."""
     return group.kv_cache_spec.prefix_replay_tokens > 0
 
 
 def _seen(group: KVCacheGroup) -> int:
-    """Number of tokens that a window spans; 0 if there is none."""
+    """Number of tokens that a window spans; 0 if there is no such number."""
     spec = group.kv_cache_spec
     (layer, *_) = getattr(spec, "kv_cache_specs", {}).values() or [spec]
     if isinstance(layer, SlidingWindowSpec):
@@ -105,10 +105,10 @@ class BlockRows:
         self.state_size = max((int(managers[index].block_size) for index in recurrent), default=0)
         """Tokens between two states that are kept."""
         self.caches_prefixes = not recurrent
-        """True if a request's computed blocks serve later requests with the same tokens. States do so only by
-        chance."""
+        """True if computed blocks of a request serve the next one that begins with the same tokens. A state does so
+        only by chance."""
         self.takes_hits = not self._states and not any(map(_is_replayed, groups))
-        """True if a prefix hit needs nothing but cached blocks."""
+        """True if a prefix in the cache is enough to go on from."""
         sizes = {index: int(managers[index].block_size) for index in tokens}
         self.size = math.lcm(*sizes.values()) if sizes else int(scheduler.block_size)
         self._sizes = sizes
@@ -125,7 +125,7 @@ class BlockRows:
 
     @property
     def has_windows(self) -> bool:
-        """True if a group drops blocks that a window has left behind."""
+        """True if some group frees the blocks that a window has left behind."""
         return bool(self._seen)
 
     @property
@@ -136,7 +136,7 @@ class BlockRows:
 
     @property
     def holds_several(self) -> bool:
-        """True if a group has several blocks per row."""
+        """True if some group has several blocks in a row."""
         return any(size < self.size for size in self._sizes.values())
 
     @property
@@ -150,7 +150,7 @@ class BlockRows:
 
     @property
     def ring_places(self) -> list[int]:
-        """Indices of the states that are rings."""
+        """Places among the states that are rings."""
         return [place for place, index in enumerate(self._states) if index in self._rings]
 
     def rows_of(self, num_tokens: int) -> int:
@@ -158,7 +158,7 @@ class BlockRows:
         return -(-num_tokens // self.size)
 
     def blocks(self, request: Request, num_tokens: int, from_row: int = 0) -> list[Block]:
-        """The blocks of its first `num_tokens` tokens, row by row, from `from_row` on."""
+        """Blocks of its first `num_tokens` tokens, row by row, from `from_row` on."""
         tables = self._manager.get_blocks(request.request_id).blocks
         null = self._manager.block_pool.null_block
         num_rows = self.rows_of(num_tokens) - from_row
@@ -189,8 +189,7 @@ class BlockRows:
         ]
 
     def states_to_come(self, request: Request) -> list[Block]:
-        """The blocks of a reservation for the request's states, wherever they are in their tables; they stay the
-        same."""
+        """Blocks for the states of a reservation, wherever they are in their tables; they stay the same ones."""
         tables = self._manager.get_blocks(request.request_id).blocks
         return [block for index in self._states for block in present(tables[index])[:1]]
 

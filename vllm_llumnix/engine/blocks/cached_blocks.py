@@ -88,8 +88,8 @@ class CachedBlocks:
         return held
 
     def num_leading(self, names: bytes) -> int:
-        """Number of leading blocks that are held. Found by halving, with one pass over the names each: vLLM evicts
-        later blocks before earlier ones."""
+        """Number of leading blocks of a request that are held. By halves, each with one pass over the names: vLLM gives
+        up what is behind a block before the block itself."""
         held, asked = np.frombuffer(self._names, "=u8"), np.frombuffer(names, "<u8")
         return bisect_left(range(len(asked)), True, key=lambda at: not (held == asked[at]).any())
 

@@ -34,11 +34,11 @@ class Beside:
         self._connector = connector
 
     def why_not_now(self, request: Request) -> tuple[Reason, str] | None:
-        """The connector's pending work on this request that a move would break."""
+        """Reason why a move would break something that it has open for this request."""
         return None
 
     def works_for(self, request_id: str) -> bool:
-        """True if it remembers a request that the scheduler does not have any more."""
+        """True if it remembers something of a request that is not the scheduler's any more."""
         return False
 
     def give_out(self, block_ids: Collection[int]) -> None:
@@ -94,7 +94,7 @@ def _name_of(connector: object) -> str:
 
 
 class Connectors:
-    """The connectors of one scheduler, if it has any."""
+    """KV connectors of one scheduler, if it has any."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

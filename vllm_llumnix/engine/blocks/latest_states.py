@@ -29,20 +29,21 @@ class Latest(NamedTuple):
 
 
 class LatestStates:
-    """The latest states of one scheduler's requests."""
+    """Latest states of one scheduler's requests, from here on."""
 
     def __init__(self, scheduler: Scheduler, rows: BlockRows) -> None:
         self._size = rows.state_size
         self._latest: dict[str, tuple[Request, Latest]] = {}
-        """States of requests that have taken a step here. A request that left and returned is another object."""
+        """Requests that have taken a step here. A request that left and has come back is another object."""
         self.are_lost_by_waiting = bool(rows.num_drafts) and not scheduler.use_v2_model_runner
-        """Whether workers forget what was accepted of a request that is left out of a step: the V1 runner takes it from
+        """True if workers forget what was accepted of a request that is left out of a step: the V1 runner takes it from
         its batch, and goes on behind the first token of its last step when it comes back."""
         self.follow = bool(rows.num_drafts)
-        """Whether steps are to be told, with `stepping` before their outputs are looked at and `stepped` after."""
+        """True if the caller has to announce steps, with `stepping` before their outputs are looked at and `stepped`
+        after."""
 
     def of(self, request: Request) -> Latest:
-        """The latest state of a request that no step in flight works on."""
+        """Latest state of a request that no step in flight works on."""
         known, latest = self._latest.get(request.request_id, (None, None))
         return latest if latest and known is request else Latest(request.num_computed_tokens)
 

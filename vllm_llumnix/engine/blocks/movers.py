@@ -28,14 +28,15 @@ from vllm_llumnix.wire.addresses import Reach
 logger = logging.getLogger("vllm.llumnix")
 
 ASK_SECONDS = 1.0
-"""Time between two questions to a mover that does not confirm that it is quiet. The first ones are more frequent, as a
+"""Seconds between two questions to a mover that does not answer whether it is quiet; less at first, because its
 connection ends a little before its thread."""
 SILENT_SECONDS = 30.0
 """After which such a mover counts as lost, although its blocks are still kept: else every move would add to them."""
 
 
 class SourceMemory(msgspec.Struct, frozen=True):
-    """The memory that Reserve offers: its owner, its format and its addresses.
+    """Memory of a source, as Reserve carries it: the owner, the facts that it must share with us, and the place of the
+    bytes.
 
     `capability`: the migration's, under which blocks are granted unless they are simply read. `weight_version`: vLLM's
     name of the present weights, which can change while an engine runs. `num_weight_changes`: `Pauses.num_changes`; 0

@@ -21,14 +21,14 @@ from vllm_llumnix.engine.blocks.block_rows import BlockRows, to_copy
 from vllm_llumnix.kv.memory.layout import WHOLE, Cut, Cuts
 
 _MOST_TOKENS: Final = 4096
-"""Largest row in tokens: the final part of a row is only copied while the request is frozen."""
+"""Most tokens of a row. The final part of a row that is not full is copied while the request is frozen."""
 
 Pairs = list[tuple[int, int]]
 
 
 def rows_between(ours: BlockRows, row_tokens: int) -> BlockRows | None:
-    """The rows of a move from an engine with rows of `row_tokens` tokens (0: unknown). None if nothing can be copied
-    between the two.
+    """Rows of a move to this engine, from an engine whose rows have so many tokens (0: it does not say). None if
+    nothing can be copied between the two.
 
     A window ends within a block of another size: there a part would be missing, and here a partly filled block would be
     cached as a whole.
@@ -42,7 +42,7 @@ def rows_between(ours: BlockRows, row_tokens: int) -> BlockRows | None:
 
 
 def rows_of_move(ours: BlockRows, row_tokens: int) -> BlockRows:
-    """The rows of a move from here, as its destination has chosen (0: not yet). Raises Refused(invalid_request)."""
+    """Rows of a move from this engine, as its destination has said (0: it has not). Raises Refused(invalid_request)."""
     if row_tokens in (0, ours.size):
         return ours
     if row_tokens % ours.size or row_tokens > _MOST_TOKENS:
@@ -51,14 +51,14 @@ def rows_of_move(ours: BlockRows, row_tokens: int) -> BlockRows:
 
 
 class Pairing:
-    """Which block of a source goes to which one here, row by row. `rows`: of `rows_between`; `ours`: this engine's."""
+    """Pairs of blocks, at a source and here, row by row. `rows`: of `rows_between`; `ours`: this engine's."""
 
     def __init__(self, ours: BlockRows, rows: BlockRows, row_tokens: int) -> None:
         self.our_width = self.their_width = rows.width
         self.cuts = WHOLE
-        """Cuts of blocks; of each part, the first."""
+        """Cut of the blocks; the first of the parts."""
         self._units: list[tuple[int, int, Cuts]] = [(column, column, WHOLE) for column in range(rows.width)]
-        """Units of a row: the position among its blocks there and here, and the parts of these."""
+        """Units of a row: the place among its blocks there and here, and the parts of these."""
         theirs = row_tokens or ours.size
         if theirs == ours.size:
             return

@@ -336,8 +336,8 @@ class Reservations:
         return self._allocate(request, self._positions(num_tokens, self._rows_for(request)))
 
     def _allocate(self, request: Request, num_new_tokens: int, **more: Any) -> bool:
-        """Allocates; False if there was no room. Workers do not zero these blocks, as they do new ones of some models,
-        since bytes may have arrived there."""
+        """Takes the blocks, and returns False if there is no room. Workers do not fill these blocks with zeros, as they
+        would new ones of some models: bytes may have arrived there by then."""
         recorded = [len(manager.new_block_ids) for manager in self._managers]
         allocated = self._manager.allocate_slots(
             request, num_new_tokens=num_new_tokens, delay_cache_blocks=True, **more
@@ -352,12 +352,13 @@ class Reservations:
         return True
 
     def _let_go(self, request: Request, computed_tokens: int) -> None:
-        """Frees the blocks that a window has left behind, as vLLM's next step would. They were reserved and not copied,
-        so they must not become cache."""
+        """Frees the blocks that a window has left behind, as vLLM's next step would. It was reserved when the window
+        was there, and has not been copied since: it must not become cache."""
         self._manager.remove_skipped_blocks(request.request_id, computed_tokens, request.num_prompt_tokens)
 
     def _publish(self, request: Request, computed_tokens: int) -> None:
-        """Publishes the arrived blocks as cache; the later ones are like new blocks of vLLM."""
+        """Puts the blocks that have arrived into the prefix cache. The blocks behind them are as new as any that vLLM
+        gives out."""
         manager, rows = self._manager, self._rows
         if rows.caches_prefixes:
             manager.cache_blocks(request, computed_tokens // rows.size * rows.size)

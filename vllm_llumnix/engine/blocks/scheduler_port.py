@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a migration does to vLLM's scheduler and block pool. Every method runs on the engine's loop, between two steps.
+"""Operations of a migration on vLLM's scheduler and block pool. Every method runs on the engine's loop, between two
+steps.
 
 Who owns a block during a move (S source, D destination; `[from, to)` are rows of the request, see `block_rows`):
 
@@ -108,7 +109,7 @@ class SchedulerPort:
             self.scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     def audit_idle(self) -> list[str]:
-        """Faults of the block pool while no block is held; none if a block may be."""
+        """Faults of the block pool while nobody holds a block; nothing if somebody may."""
         if self.scheduler.requests or len(self.reservations) or self._pins:
             return []
         pool = self.block_pool
@@ -295,7 +296,8 @@ class SchedulerPort:
         return any(request.request_id not in self._frozen for request in scheduler.running)
 
     def only_frozen(self) -> bool:
-        """True if all requests of this engine are frozen, so that a step would compute nothing."""
+        """True if every request of this engine is frozen, so that a step would compute nothing and tell nobody
+        anything."""
         if not self._frozen or self.scheduler.finished_req_ids or self.has_runnable():
             return False
         return not self.connectors.have_work()

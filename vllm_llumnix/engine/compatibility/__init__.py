@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests and engines may exchange requests, and whether KV caches come along."""
+"""Conditions under which two engines exchange requests, and under which KV caches come along."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's facts, compared with those of engines that exchange requests with it: see `identity`."""
+"""Facts of an engine, for engines whose requests may come and to which its own may go: see `identity`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def engine_facts(engine: Engine, movers: list[MoverInfo], accepted: Iterable[str
 
 
 def _described(group: KVCacheGroup, usual_size: int) -> str:
-    """The description of a group, with its block size if that is not the usual one."""
+    """Description of a group; names its block size if that is not the usual one."""
     kind = kind_of(group)
     of_what = kind.value if kind is not None else type(group.kv_cache_spec).__name__
     size = group.kv_cache_spec.block_size

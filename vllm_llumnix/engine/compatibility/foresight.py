@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out how a model's requests will move before it is deployed: vLLM builds it without weights, and plans its KV
-cache.
+"""Forecast of which requests of a model will move, before it is deployed: vLLM builds it without weights, and plans its
+KV cache.
 
     python -m vllm_llumnix.engine.compatibility.foresight --model DIR [FLAGS OF vllm serve]
 

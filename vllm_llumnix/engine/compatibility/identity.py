@@ -58,7 +58,7 @@ class EngineIdentity:
 
 
 PARAMETERS = "parameters"
-"""The division and packing of the model's parameters in memory, and a sample of their contents."""
+"""Fact: cut and packing of the model's parameters in memory, and a sample of their values."""
 _PACKED_BY = {"device", "parallel"}
 """Facts that decide how parameters are cut and packed: with one of them accepted, `PARAMETERS` is not compared."""
 STAGES, TENSOR_PARALLEL, PAGES = "pipeline_and_context_parallel", "tensor_parallel", "pages"

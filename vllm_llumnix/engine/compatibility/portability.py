@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the requests that can be moved, how exactly they continue, and which are refused. Refusals and
-docs/reference/portability.md use it.
+"""Requests and engines that can be moved, how exactly they go on, and the reasons to refuse: the one table behind
+refusals and documentation (docs/reference/portability.md).
 
 A row with a condition refuses: `Migrate` and `llumnix ps` show its text. The other rows tell the class of a request
 that moves.
@@ -29,7 +29,8 @@ MARK = "llumnix_portable"
 
 
 class Exactness(enum.StrEnum):
-    """Comparison of a moved request's tokens and log probabilities with those of an unmoved run in the same company."""
+    """Classes of how a moved request's tokens and log probabilities compare with those of an unmoved run in the same
+    company."""
 
     BIT_EXACT = "bit-exact"
     EXACT_IN_FP32 = "exact in fp32"
@@ -37,8 +38,8 @@ class Exactness(enum.StrEnum):
 
 
 class Evidence(enum.StrEnum):
-    """Engines on which tests prove a row: with vLLM's V1 runner on CPUs (`v1`), or with its V2 runner and asynchronous
-    scheduling, as on GPUs, over Triton's interpreter (`v2`)."""
+    """Evidence for a row on the engines that tests run: those with vLLM's V1 runner on CPUs (`v1`), and those with its
+    V2 runner and asynchronous scheduling, which is what GPUs run, with Triton's interpreter in their place (`v2`)."""
 
     MEASURED = "measured"
     BY_READING = "by reading"
@@ -79,7 +80,7 @@ class Subject:
 
     @property
     def begun(self) -> bool:
-        """True if the sampler may know it already. A waiting request has nothing yet that tokens do not tell."""
+        """True if the sampler may know the request already. For a waiting request, its tokens say everything."""
         return bool(self.request.num_computed_tokens or self.request.num_output_tokens)
 
     @property
@@ -252,7 +253,7 @@ REFUSED_REQUESTS = (
 
 
 def _kinds_of(engine: Engine) -> set[Kind | None]:
-    """The kinds of cache that the layers of the engine's model keep."""
+    """Kinds of cache that the layers of the engine's model keep."""
     return {kind_of(group) for group in engine.scheduler.kv_cache_config.kv_cache_groups}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides if a request moves with its KV cache, or as tokens alone.
+"""The way in which a request leaves: with its KV cache, or with its tokens alone.
 
 A request whose KV cache cannot be moved is moved as tokens, unless the caller named a method that copies: then it
 stays. A request without a KV cache loses nothing.
@@ -48,14 +48,14 @@ def way_of(request: Request, identity: EngineIdentity, asked: Mode) -> Way:
 
 
 def mode_of(request: Request, identity: EngineIdentity) -> Mode:
-    """The default mode in which a movable request would arrive."""
+    """Mode in which a request that can be moved would arrive, if nobody asks for anything else."""
     if not has_kv(request):
         return Mode.RECOMPUTE if request.num_output_tokens else Mode.WAITING
     return Mode.LIVE if identity.kv_unsupported is None else Mode.RECOMPUTE
 
 
 def has_kv(request: Request) -> bool:
-    """True if its KV cache was begun; otherwise no step in flight works on it either."""
+    """True if its KV cache was begun. If not, no step in flight works on it either."""
     return bool(request.num_computed_tokens)
 
 

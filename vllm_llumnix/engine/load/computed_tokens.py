@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the tokens that an engine has computed, and those computed again: the cost of preemption.
+"""Counts of tokens that an engine has computed, and computed again: the cost of preemption.
 
 A token is computed when a step schedules it. It is computed again if its KV cache was lost: by a preemption, or by a
 move without it. Tokens found in the prefix cache are not scheduled, and do not count.

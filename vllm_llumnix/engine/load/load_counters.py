@@ -31,7 +31,7 @@ from vllm_llumnix.engine.requests.request_state import BETWEEN_PARTS
 from vllm_llumnix.engine.vllm_types import Request
 
 RECENT_SECONDS = 10.0
-"""Time for which the id of an arrived request is shown, whatever became of it."""
+"""Seconds for which the id of an arrived request is shown, whatever has become of it."""
 MAX_NAMES = 2000
 """Names in each of the two lists: a scheduler needs to see a name once, and thousands do not arrive between two
 reports."""
@@ -46,7 +46,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 class _Entry:
-    """One request. `share` is None while it only decodes, and then adds one to the batch, and its tokens."""
+    """Entry of one request. `share` is None while it only decodes: it then adds one to the batch, and its tokens."""
 
     __slots__ = ("hit", "moving", "name", "place", "request", "share", "urgent")
 
@@ -188,8 +188,8 @@ class LoadCounters:
             self._tell()
 
     def computing(self) -> Collection[str]:
-        """The computed part of a step, to be handed to `computed` for the same step. Requests may leave and be queued
-        in between."""
+        """Sums of what a step computes, to be handed to `computed`, for the same step. Between the two, requests may
+        leave and be queued."""
         with self._lock:
             self._before = self._load()
             self._some_left = False
@@ -214,7 +214,7 @@ class LoadCounters:
             self._tell()
 
     def moving(self, request_id: str, moving: bool) -> None:
-        """Notes that a request is about to leave for another engine, or is not any more."""
+        """Notes whether the request is about to leave for another engine."""
         with self._lock:
             entry = self._entries.get(request_id)
             if entry is None:

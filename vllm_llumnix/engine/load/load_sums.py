@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of an engine as sums over its requests, and the share of one request."""
+"""Load of one engine as sums over its requests, and the share of one request in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 
 class Countable(Protocol):
-    """The interface used of vLLM's `Request`."""
+    """Attributes of vLLM's `Request` that are read."""
 
     request_id: str
     max_tokens: int
@@ -22,14 +22,14 @@ class Countable(Protocol):
 
 
 class Output(Protocol):
-    """The interface used of vLLM's `EngineCoreOutput`."""
+    """Attributes of vLLM's `EngineCoreOutput` that are read."""
 
     request_id: str
     new_token_ids: list[int]
 
 
 class Place(enum.Enum):
-    """The scheduler's present treatment of a request."""
+    """State of a request: what the scheduler does with a request at the moment."""
 
     WAITING = enum.auto()
     LOADING = enum.auto()
@@ -108,7 +108,7 @@ class Snapshot(NamedTuple):
 def share_of(
     place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: bool = False, urgent: bool = False
 ) -> Load:
-    """The share of one request."""
+    """Share of one request."""
     num_tokens = request.num_tokens
     if place is Place.LOADING:
         return Load(num_loading=1, loading_tokens=num_tokens, num_urgent=int(urgent))

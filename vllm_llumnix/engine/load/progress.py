@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the engine's loop gets on, judged from another thread.
+"""Progress of the engine's loop, judged from another thread.
 
 The loop says when a step begins, which batch the model is given and which it has returned, and when it goes to sleep; a
 few attribute writes each. A hang is told from a long step by what the step was expected to take:
@@ -145,7 +145,8 @@ class Progress:
             self._seconds_per_token += (1 - MEMORY) * (seconds / tokens - self._seconds_per_token)
 
     def _longest_believed(self, tokens: int) -> float:
-        """Largest assumed duration of a step. Up to the second of these the limit is `PATIENCE_SECONDS` in any case."""
+        """Longest duration that a step counts with. Up to the second of these the limit is `PATIENCE_SECONDS` in any
+        case."""
         return max(SLOWER * self._expected_seconds(tokens), PATIENCE_SECONDS / PATIENCE_FACTOR)
 
     # Any thread
@@ -155,7 +156,7 @@ class Progress:
 
     @property
     def limit_seconds(self) -> float:
-        """Time that the loop may take before it is suspect."""
+        """Seconds that the loop may take before it is suspect."""
         return max(PATIENCE_SECONDS, PATIENCE_FACTOR * self._expected_seconds(self._tokens))
 
     @property

@@ -176,7 +176,7 @@ def send_whole_images(scheduler: Scheduler, output: SchedulerOutput) -> None:
 
 
 def _prefix_cache_of(scheduler: Scheduler) -> Any:
-    """What the prefix cache holds of a request.
+    """Function that looks up a request's prefix in the cache.
 
     Past `get_computed_blocks`, which may publish events: nothing is touched, counted or reported. The scheduler asks
     again when the request starts; the answer may be another by then.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the computed tokens and durations of the engine's steps, for predictions of latency.
+"""Samples of the engine's steps, their content and duration, to predict latencies from.
 
 Reading a batch costs a fraction of a microsecond per request, so it is done a few times a second; steps with prefills
 have a quota of their own, as most steps have none at moderate load. All steps with decodes are summed, from counts that
@@ -64,8 +64,8 @@ class StepTimes:
 
 
 def sample_of(scheduled: SchedulerOutput) -> StepSample:
-    """The computed tokens of a batch. A request with one computed token, or with a draft, decodes. One that vLLM does
-    not describe counts as new: an error here would end the engine."""
+    """Sample of a batch. A request of which one token is computed decodes, and so does one with a draft. A request that
+    vLLM does not describe counts as new: an error here would end the engine."""
     computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     known = scheduled.scheduled_cached_reqs
     computed |= zip(known.req_ids, known.num_computed_tokens, strict=True)

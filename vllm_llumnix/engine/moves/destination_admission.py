@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admits an arrived request to this engine, unless that is revoked first."""
+"""Admission of an arrived request to this engine's scheduler, unless it is revoked first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Admission:
         self._decided = False
 
     def revoke(self) -> bool:
-        """True if the admission was revoked in time. Any thread."""
+        """Revokes the admission. Returns True if that was in time: then the request is not admitted. Any thread."""
         return self._decide()
 
     async def run(self, request: Request, residence: Residence, under: Admit, cached_tokens: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request that may come: the shell around the destination's state machine. Llumlet thread only.
+"""A request that may come: the shell around the destination's state machine. Llumlet thread only.
 
 A peer's call becomes an event; it is answered when the machine says so. The same call again joins the first or gets its
 answer again. Nothing of a request is visible to the engine's scheduler before the machine says Admit.
@@ -44,8 +44,8 @@ from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.errors import TransportError
 
 TURN_SECONDS = 1.0
-"""Time for which a request waits for grammars of others from its source, as it holds a slot that other moves could
-use."""
+"""Seconds that a request waits for the grammars of others from its source: it holds a place that other moves could
+have."""
 
 
 class DestinationShell(Shell[Destination]):
@@ -116,7 +116,7 @@ class DestinationShell(Shell[Destination]):
             self.source_instance, self.source_address = request.src_engine_id, request.src_address
 
     def take_round(self, request: CopyRoundRequest) -> on.DestinationEvent:
-        """Takes a round's blocks and tokens, once, and returns the machine's event."""
+        """Takes the block ids and tokens of a round, once, and returns the machine's event."""
         if request.round > self._last_round:
             self._last_round = request.round
             self.blocks.find_at_source(request.from_block, request.to_block, request.block_ids)

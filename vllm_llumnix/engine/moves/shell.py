@@ -102,5 +102,5 @@ class Callers:
 
 
 def settle_response(state: Settlement, reason: Reason | None, incarnation: str) -> SettleResponse:
-    """The state of a hand-over, from the machine or from what is known without one."""
+    """Answer about a hand-over, by the machine or by what is known without one."""
     return SettleResponse(state=HANDOVERS[state], reason=reason_number(reason), dst_incarnation=incarnation)

@@ -133,7 +133,7 @@ class HandoverCalls:
 
 
 def decided(answer: CommitResponse | SettleResponse) -> on.Event:
-    """The event for the destination's answer."""
+    """Event that the destination's answer becomes."""
     match answer.state:
         case Handover.COMMITTED:
             return on.Committed(answer.dst_incarnation)
@@ -162,7 +162,7 @@ class OriginCalls:
         self._relay.hand_over(self._origin, next_owner)
 
     async def fence(self, epoch: Epoch) -> on.Event:
-        """The event for the origin's answer if `epoch` has started."""
+        """Asks the origin whether `epoch` has started, and returns its answer as an event."""
         try:
             answer = await self._relay.fence(self._origin, self._request.request_id, epoch, self._deadline_s)
         except OriginUnreachable as error:

@@ -123,7 +123,7 @@ class SourceRecords:
         return name if name in self._policies else OTHER_POLICY
 
     def since(self, number: int) -> tuple[int, list[dict[str, Any]]]:
-        """The records after number `number`, and the number of the last; 0 is before the first."""
+        """Records after number `number`, and the number of the last; 0 is before the first."""
         with self._lock:
             last = self._records[-1][0] if self._records else 0
             return last, [record for at, record in self._records if at > number]

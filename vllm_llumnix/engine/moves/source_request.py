@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a moving request on its source's loop: it is inspected, frozen, pinned and released here."""
+"""The request of a move out of this engine, on the engine's loop: looked at, pinned, frozen, released."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_llumnix.wire.request_wire import RequestState
 
 
 class SourceRequest(WatchedRequest):
-    """One request of one move. Loop thread, but for what others may read: `frozen`, `num_pinned_blocks`.
+    """The request of one move. Loop thread, but for what others may read: `frozen`, `num_pinned_blocks`.
 
     `on_frozen` and `on_end` are called on the llumlet's thread: when the request is frozen and no step works on it, and
     when it ends before it could leave, with the way of its end. `insists`: further input waits for the move; otherwise
@@ -43,9 +43,9 @@ class SourceRequest(WatchedRequest):
         self.computed_tokens = 0
         """Tokens whose KV was final when it was first looked at."""
         self.queued = False
-        """Whether it had computed nothing then."""
+        """True if it had computed nothing then."""
         self.rows = self._port.rows
-        """What this move counts in. Written by the llumlet's thread, before it has anything pinned."""
+        """Rows that this move counts in. Written by the llumlet's thread, before it has anything pinned."""
         self._insists = insists
         self._num_parts = residence.num_parts
         """Parts of its input when it was first looked at."""
@@ -121,7 +121,7 @@ class SourceRequest(WatchedRequest):
         self._port.release(self.request)
 
     def _require_no_more_input(self) -> None:
-        """Raises Refused if further input would make the sent description of the request false."""
+        """Raises Refused if a part of its input has come: then what the destination was told is not true any more."""
         if self.residence.num_parts != self._num_parts:
             raise Refused(Reason.PREFILL_RUNNING, "a part of its input has come meanwhile")
 

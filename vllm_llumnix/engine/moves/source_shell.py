@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request on its way out: the shell around the source's state machine. Llumlet thread only.
+"""A request on its way out: the shell around the source's state machine. Llumlet thread only.
 
 The machine decides; this module carries its effects out (peer calls, changes on the engine's loop, timers) and feeds
 the results back. Whatever happens to a call, an event comes of it: an answer, a refusal, or "unreachable".

@@ -24,7 +24,7 @@ MAX_LEFT: Final = 4096
 
 
 class Sessions:
-    """The sessions of one scheduler."""
+    """Input sessions of one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -78,8 +78,8 @@ class Sessions:
             self._end(session)
 
     def _take(self, request: Request) -> None:
-        """Takes an input from vLLM: a request, or a part of one. Parts of a request that was elsewhere come by relay
-        only; one on vLLM's own path is sent again there."""
+        """Takes what vLLM gives its scheduler: a request, or a part of one. Parts of a request that has been elsewhere
+        come by relay alone: one that still comes on vLLM's own path is sent again there."""
         request_id = request.request_id
         session = self._scheduler.requests.get(request_id)
         if session is None:

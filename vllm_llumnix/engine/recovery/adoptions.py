@@ -83,7 +83,7 @@ class Adoptions:
         return self._answer(attempt)
 
     async def make_way(self, request_id: str, residence: Residence) -> on.AdoptionEvent:
-        """Ends former lives of the request here. Raises Refused unless this is the latest one."""
+        """Returns True if this is the only life of the request here. Raises Refused unless it is the latest one."""
         await self._arrivals.give_way(request_id)
         ended = await self.loop.call_behind_outputs(self._make_way_on_loop, request_id, residence)
         if ended is not None:
@@ -142,7 +142,7 @@ class Adoptions:
 
 
 class _Attempt:
-    """A machine and its objects."""
+    """A machine and the request that it works on."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class _Attempt:
 
     @property
     def _is_called_off(self) -> bool:
-        """True if nobody waits for it, or its origin or a later attempt has ended it."""
+        """True if nobody waits for it, or its origin, or a later attempt, has ended it."""
         if self._given_up.is_set():
             return True
         building = self._machine.state in (on.State.BUILDING, on.State.FETCHING)

@@ -57,7 +57,7 @@ class Rescues:
 
 
 class _Fetching:
-    """A machine and its objects."""
+    """A machine and the request that it works on."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class _Fetching:
         return on.RoomTaken(self._here.num_hits)
 
     def _holder_has(self, computed_tokens: int) -> bool:
-        """True if the holder has every block that is needed after this many tokens, except for hits. Loop thread."""
+        """True if the holder has every block that is looked at behind so many tokens, but for hits. Loop thread."""
         from_row = self._here.num_hits
         needed = self._rows.blocks(self._request, computed_tokens, from_row)
         held = self._claim.block_ids[self._rows.width * from_row :]

@@ -24,8 +24,8 @@ logger = logging.getLogger("vllm.llumnix")
 
 
 class RequestBuilder:
-    """Builds requests, one builder per engine. Helper threads do the slow parts; the request belongs to the caller
-    until it is admitted.
+    """Builds requests for one engine. Helper threads do what takes long; the request belongs to the caller until it is
+    admitted.
 
     This is a front door: a wrong value that passes it would end every request of the engine.
     """
@@ -39,8 +39,7 @@ class RequestBuilder:
         self._grammars = Grammars(engine.structured_output_manager, record)
 
     async def read(self, data: bytes) -> tuple[RequestState, Residence]:
-        """The state of an arrived request, and its residence here, with an origin that may be contacted. Raises
-        Refused."""
+        """Reads a request's state and makes its residence, with an origin that may be spoken to. Raises Refused."""
         state = await asyncio.to_thread(decode_state, data)
         if (problem := self._reaches.why_not_relay(state.origin)) is not None:
             raise Refused(Reason.ADDRESS_REFUSED, f"origin: {problem}")

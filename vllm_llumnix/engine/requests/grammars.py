@@ -28,8 +28,8 @@ PER_SOURCE = max(1, (os.cpu_count() or 1) // 4)
 
 
 class Grammars:
-    """Compiles grammars, one per engine. `manager` is its StructuredOutputManager. `record` names the requests whose
-    grammar is being compiled, including vLLM's own: a compiler in C++ can end the process."""
+    """Compiler of grammars for one engine. `manager` is its StructuredOutputManager. Whose grammar is being compiled is
+    in `record`, for vLLM's own requests too: a compiler in C++ can end the process."""
 
     def __init__(self, manager: Any, record: StepRecord) -> None:
         self._manager = manager

@@ -109,7 +109,7 @@ def check_tokens(token_ids: list[int], vocab_size: int) -> None:
 EMBEDDED = "prompt_embeds"
 """vLLM's modality for parts of a prompt that are given as embeddings beside images: no processor knows it."""
 GRID = "_grid_thw"
-"""End of the name of the field with an image's numbers of patches: in time, height and width."""
+"""Suffix of the field with the number of an image's patches: in time, in height, in width."""
 
 
 def why_features_stay(engine: Engine) -> str | None:
@@ -137,8 +137,8 @@ class Form:
 
 
 class Forms:
-    """The forms of the items of each modality here. Any thread; the first item of a modality takes as long as the
-    processor needs for its largest."""
+    """Forms of the items of each modality at this engine. Any thread; the first item of a modality takes as long as its
+    largest takes the processor."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -249,7 +249,7 @@ def _by_grid(item: MultiModalKwargsItem, form: Form, hf_config: Any) -> int | No
 
 
 def _is_like(item: MultiModalKwargsItem, form: Form) -> bool:
-    """True if an item equals the processor's in everything that could change the length of its embedding."""
+    """True if an item and the processor's are equal in everything that the length of its embedding could depend on."""
     for name, element in item.items():
         ours, theirs = form.fields[name].data, element.data
         if not isinstance(ours, torch.Tensor) or ours.shape != theirs.shape:

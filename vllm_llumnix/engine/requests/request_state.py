@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transported state of a request: its parameters, its output, and the engines that can take it.
+"""State of a request as it travels: its parameters, its output, and the engines that can take it.
 
 The destination checks it like a front door, and does not trust a peer about token ids and lengths.
 """
@@ -35,7 +35,7 @@ _STRUCTURED_OUTPUTS: Final = {field.name for field in dataclasses.fields(Structu
 
 @dataclasses.dataclass(slots=True)
 class Residence:
-    """An engine's knowledge of a request beyond vLLM's `Request`, which holds it.
+    """Notes of this engine on a request of a request beyond vLLM's `Request`; it hangs on the request and dies with it.
 
     `base` and `next_index` count output tokens, over all answers if the input comes in parts; they matter once the
     request has moved and its outputs go through the relay with an index.
@@ -50,7 +50,7 @@ class Residence:
     last_hop: int = 0
     handover_open: bool = False
     admitting: bool = False
-    """True while its admission may be revoked: the origin is not told yet that the request is here."""
+    """True while its admission may still be revoked: the origin does not hear yet that the request is here."""
     num_parts: int = 0
     """Parts of its input that have come, if it comes in parts (`sessions`); else 0."""
     num_earlier: int = 0
@@ -71,7 +71,7 @@ REPEATED_TOKENS = 64
 
 
 def repeat_from(request: Request) -> list[int]:
-    """Tokens that the request's new engine repeats. None of an answer to a part of an input, whose end cannot be
+    """Tokens that the request's new engine repeats. None for an answer to a part of an input: its end cannot be
     repeated."""
     if request.sampling_params.num_logprobs is not None or request.resumable:
         return []
@@ -83,7 +83,8 @@ def residence_of(request: Request) -> Residence | None:
 
 
 def first_holding(scheduler: Scheduler) -> Request | None:
-    """The first request that waits for a turn with its KV cache in place, or for more input."""
+    """First request that waits for a turn with its KV cache in place. Requests that wait for more input, in the same
+    queue, are skipped."""
     queue = scheduler.kv_holding_waiting
     if len(queue) <= scheduler.num_waiting_for_streaming_input:
         return None
@@ -176,8 +177,8 @@ def build_request(
 
 
 def _positions_of(state: RequestState, prompt_length: int, max_tokens: int, is_in_parts: bool) -> int:
-    """Positions that the request may need. vLLM lets a part of an input ask for more than is left, and ends the answer
-    at the length of its longest request."""
+    """Number of positions that the request may need. vLLM lets a part of an input ask for more than there is beside the
+    parts before it, and ends the answer where its longest request does."""
     if state.session is not None:
         return max(state.session.max_tokens, prompt_length + len(state.output_token_ids))
     return prompt_length if is_in_parts else prompt_length + max_tokens

@@ -25,7 +25,7 @@ class Aborts:
         self._tasks = Tasks()
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
-        """Aborts a request for an operator, another engine or an origin, wherever it is."""
+        """Ends requests for an operator, another engine or an origin, wherever they are by now."""
         response = AbortResponse()
         here = []
         for request_id in request.request_ids:

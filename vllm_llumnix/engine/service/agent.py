@@ -288,7 +288,7 @@ class LlumletAgent:
 
 
 async def _grant_for_claim(grant: Grant, block_ids: list[int]) -> None:
-    """Grants the blocks for the lease. `EndClaim` answers if they were the request's all the time."""
+    """Grants blocks of a claimed request. `EndClaim` answers whether they were the request's all the time."""
     with contextlib.suppress(TransportError):
         await grant.add(block_ids)
         await asyncio.sleep(LEASE_SECONDS)

@@ -94,7 +94,7 @@ class Drain:
             raise Refused(Reason.INVALID_REQUEST, detail)
 
     def ask(self, addresses: list[str], seconds: float) -> None:
-        """Takes an operator's wishes, which override the API server's configuration."""
+        """Starts a drain for an operator, whose wishes go before the API server's settings."""
         self._addresses, self._seconds, self._named = addresses, seconds, bool(addresses)
 
     # Loop thread
@@ -129,12 +129,12 @@ class Drain:
 
     @property
     def ended(self) -> bool:
-        """True if none of the API servers that have begun to drain still does."""
+        """True if no API server drains any more."""
         return bool(self._num_cut) and self._num_cut.keys() == self._num_streams.keys()
 
     @property
     def asked(self) -> bool:
-        """True if the end is decided, so that another signal to the API server would cut it short."""
+        """True if the end is decided: another signal to the API server would cut it short."""
         return self._seconds > 0
 
     def progress(self) -> DrainProgress:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the engine's requests, and selects those of a rule."""
+"""Lists of the engine's requests, and the selection of requests by a rule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Listing:
         self._scheduler = context.engine.scheduler
 
     def way(self, request: Request, asked: Mode) -> Way:
-        """The way in which this request would move now. Raises Refused."""
+        """Way of this request if its move began now. Raises Refused."""
         way = way_of(request, self._identity, asked)
         if self._port.paused and way.method is not Method.RECOMPUTE:
             if way.insists and has_kv(request):
@@ -86,7 +86,7 @@ class Listing:
         ]
 
     def _running(self) -> list[Request]:
-        """Running requests in order of arrival; vLLM's list has newcomers of ours at its head."""
+        """Running requests in the order of their arrival; vLLM's list has newcomers of ours at its head."""
         return sorted(self._scheduler.running, key=lambda request: request.arrival_time)
 
     def _between_parts(self) -> list[Request]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of an engine, constant while it lives except for its LoRA adapters."""
+"""Metadata of the engine, which do not change while it lives, but for its LoRA adapters."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ LINGER_MS = 1000
 """Time for the last message to an origin."""
 QUEUED_MESSAGES = 100_000
 IDLE_SECONDS = 60.0
-"""Time for which the connection to an origin without requests here is kept for its next request."""
+"""Seconds for which an origin without requests here is kept: its next request need not connect again."""
 MAX_ORIGINS = 256
 """Origins of others' requests at a time: each is a socket, and a peer can name as many as it likes. Idle ones make
 way."""
@@ -274,9 +274,9 @@ class _Origin:
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         connect(self._socket, RelayAddress.parse(address), credentials)
         self.is_own = False
-        """True if it is the engine's own front-end."""
+        """True for the engine's own front-end."""
         self.claimed: dict[str, Epoch] = {}
-        """Epochs of the requests in the last heartbeat: an answer names the unknown ones by id alone."""
+        """Requests and epochs that the last heartbeat named: an answer that calls one unknown means this epoch."""
         self.num_unanswered = 0
         """Heartbeats since its last answer to one."""
         self.used_at = time.monotonic()

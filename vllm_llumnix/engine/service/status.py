@@ -142,8 +142,9 @@ class StatusSource:
         status.num_averted_preemptions, status.num_lacking_blocks = shortage.num_averted, shortage.num_blocks
 
     def _add_coming_steps(self, status: InstanceStatus) -> None:
-        """Adds the coming steps, for caches of one kind in which each step gives a request one token. The batch may
-        change meanwhile, so its list is copied at once."""
+        """Adds the coming steps, for caches of one kind, where each step gives a request one token. The batch may
+        change meanwhile: its list is copied at once, and what is told of a request that is about to end is right until
+        it has."""
         port = self._loop.port
         scheduler = port.scheduler
         if len(scheduler.kv_cache_config.kv_cache_groups) > 1 or scheduler.num_spec_tokens:

@@ -57,11 +57,11 @@ MAX_SMS = 8
 _PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
 
 _settled: dict[torch.device, Backend] = {}
-"""The backend of "auto" by device, where it was tried."""
+"""Backend that "auto" means on each device where it was tried."""
 
 
 class Choice(NamedTuple):
-    """The backend of "auto" on a device, and the reasons against the ones before it."""
+    """The backend that "auto" chose on a device, and why backends before it were passed over."""
 
     backend: Backend
     passed_over: tuple[str, ...]

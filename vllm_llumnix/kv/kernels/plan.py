@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checked arguments of a copy for a backend.
+"""Plans for backends: copies whose every address has been checked.
 
 Backends check nothing: `planned` must check every argument.
 """
@@ -111,7 +111,7 @@ class BlockCopy:
 
 @functools.lru_cache(maxsize=64)
 def region_table(layout: BlockLayout) -> Ids:
-    """A row per region: `struct Region` of csrc/block_pages.h.
+    """Table with a row for each region: `struct Region` of csrc/block_pages.h.
 
     Columns: number of its first layer, offset, layer stride, block stride and page size in the storage, and the
     position of its first page among the bytes of a block in the buffer.

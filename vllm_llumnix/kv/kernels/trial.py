@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries a backend before it is used.
+"""Trial of a backend before anybody waits for it.
 
 A library that loads may still fail: a kernel compiled for another GPU, or by a newer CUDA than the driver's, fails at
 its launch, and Triton compiles at its first. So each form of copy that moves need is carried out once: both ways, of
@@ -32,7 +32,7 @@ Carry = Callable[[BlockCopy], None]
 
 
 def why_not(carry: Carry, layout: BlockLayout, device: torch.device) -> str | None:
-    """The fault of the copies that `carry` makes of pages like the layout's; None if there is none.
+    """Describes what is wrong with the copies that `carry` makes of pages like the layout's; None if nothing is.
 
     Takes the memory of a few pages of each kind meanwhile. Raises `torch.OutOfMemoryError`.
     """

@@ -155,7 +155,7 @@ class CudaMemory(Cuttable):
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Enqueues the work within on a stream of this memory's; it is done afterwards."""
+        """Context in which work is enqueued on a stream of this memory; all of it is done at the end."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
             self._stream.synchronize()

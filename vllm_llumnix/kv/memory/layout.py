@@ -35,7 +35,7 @@ _OF_STATES: Final[tuple[OfStates, ...]] = ("recurrent", "inputs")
 _MOST_DRAFTS: Final = 16
 """The inputs behind so many have places of every alignment."""
 _MOST_PIECES: Final = 1 << 14
-"""Largest number of pieces of a cut page: 128 heads of 128 dimensions each have one on a CPU."""
+"""Most pieces of a page that is cut: 128 heads of 128 dimensions each have one on a CPU."""
 
 
 class TensorRegion(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Strip(msgspec.Struct, frozen=True):
 
 
 class StatePart(msgspec.Struct, frozen=True):
-    """The part of a state's page that its next step reads: `num_bytes` bytes from `offset` on.
+    """Part of a state's page that its next step reads: `num_bytes` bytes from `offset` on.
 
     Speculative decoding keeps a state for each draft that may be accepted. Recurrent states have a block each;
     convolution inputs begin `step_bytes` further on in the same block for each.
@@ -77,7 +77,7 @@ class StatePart(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The slice of each page to copy: slice `index` of `count`, along KV heads or along tokens.
+    """Slice of each page to copy: slice `index` of `count`, along KV heads or along tokens.
 
     Workers of one engine share the heads, so those of an engine with more workers have parts of these. If the order of
     heads and tokens differs, the heads' `vectors` are taken one by one, in the same order. Pages of more tokens hold
@@ -91,7 +91,7 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class Cuts(NamedTuple):
-    """Which part of a source's pages goes to which part of the destination's, as large; None: whole pages."""
+    """Part of a source's pages, and the part of the destination's to which it goes, as large; None: whole pages."""
 
     source: Cut | None = None
     destination: Cut | None = None
@@ -199,7 +199,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     @property
     def _parts(self) -> dict[str, int]:
-        """Numbers of parts that a page may be cut into, by dimension."""
+        """Number of parts into which a page may be cut, by kind of part."""
         return {
             "heads": self.heads,
             "vectors": self.heads * self.has_vectors,
@@ -208,7 +208,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     @property
     def has_vectors(self) -> bool:
-        """True if the data of one head and token lies in one place, with others like it around."""
+        """True if the values of one head and one token lie in one place, with others like them around."""
         return bool(self.heads) and [strip.count for strip in self.strips] == [1]
 
     def _vectors_of(self, region: TensorRegion, cut: Cut) -> Iterator[tuple[int, int]]:

@@ -35,7 +35,7 @@ _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 
 def arrangement_of(worker: Worker, device: str) -> str:
-    """The packing of a page's inside by the attention kernels."""
+    """Packing of the inside of a page by the attention kernels."""
     if device == "cpu":
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
         return "+".join(sorted({isa for layer in layers if (isa := getattr(layer, "isa", None))})) or "none"
@@ -95,8 +95,8 @@ def layout_of(model_runner: ModelRunner, arrangement: str = "", layers: Mapping[
 def _state_parts(
     model_runner: ModelRunner, regions: Sequence[TensorRegion], base: int, layers: Mapping[str, Any]
 ) -> tuple[StatePart, ...]:
-    """What is in the page of a state beside which drafts are computed; nothing if there is none. vLLM knows how it
-    carries a state on from the last accepted draft: it is asked for the first and for the second.
+    """Parts of a state's page beside which drafts are computed; empty if there is none. vLLM knows how it carries a
+    state on from the last accepted draft: it is asked for the first and for the second.
 
     Raises TransportUnavailable where that is not so, or not the same in all pages.
     """
@@ -124,7 +124,7 @@ def _state_parts(
 def _parts_of(
     model_runner: ModelRunner, spec: StateSpec, states: Sequence[torch.Tensor], num_drafts: int
 ) -> list[StatePart]:
-    """The parts of one layer, with addresses in block 0."""
+    """Parts of one layer, with addresses in block 0."""
     try:
         model = cast(Any, model_runner.model)
         functions = model.get_mamba_state_copy_funcs({spec.mamba_type})[spec.mamba_type]
@@ -147,8 +147,9 @@ def _parts_of(
 def _strips(
     specs: Sequence[KVCacheSpec], regions: Sequence[TensorRegion], num_vectors: int, num_rows: int, arrangement: str
 ) -> tuple[Strip, ...]:
-    """The pattern inside all pages; empty if it is unknown or differs. `num_vectors`: keys and values of a page, one
-    per head and token. `num_rows`: pieces in which all heads follow each other.
+    """Strips that the inside of all pages repeats; empty if they are not known, or not the same in all. `num_vectors`:
+    of keys and values that a page has, one for each head and token. `num_rows`: pieces in which all heads follow each
+    other.
 
     GPU kernels have a token's keys and values side by side. CPUs without AMX keep the keys of a head transposed, number
     by number, and its values behind them, token by token.
@@ -171,9 +172,9 @@ def _strips(
 
 
 def _heads_and_tokens(specs: Sequence[KVCacheSpec], layout: str) -> tuple[int, int]:
-    """The numbers of heads and tokens of every page; empty if they differ, if pages hold more than keys and values, if
-    layers of several groups share a page, or if the backend has slots of its own: FlashInfer keeps all keys before all
-    values in NVFP4, and B12X a plane of each."""
+    """Numbers of heads and tokens of every page; nothing where they differ, pages have more in them than keys and
+    values, layers of several groups are taken for one page, or the backend has slots of its own instead of one for each
+    head: FlashInfer keeps all keys before all values in NVFP4, and B12X a plane of each."""
     shapes = set()
     for spec in specs:
         if _kinds_of(spec).isdisjoint(_OF_HEADS) or not _kinds_of(spec).isdisjoint(_NOT_OF_HEADS):
@@ -209,7 +210,7 @@ def _overlaid(regions: list[TensorRegion], *, blocks_outside: bool) -> list[Tens
 
 
 def _element_bytes(spec: KVCacheSpec) -> int:
-    """Bytes of an element; the smallest for a state, which has several tensors."""
+    """Element size in bytes; the smallest for a state, which has several tensors."""
     dtypes = getattr(spec, "dtypes", None) or (cast(AttentionSpec, spec).dtype,)
     return min(int(dtype.itemsize) for dtype in dtypes)
 
@@ -281,7 +282,7 @@ def carried_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 
 
 def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors of all layers: states have several per layer."""
+    """Tensors of all layers; a state has several."""
     for cache in caches:
         if isinstance(cache, torch.Tensor):
             yield cache

@@ -33,8 +33,7 @@ _Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class CudaShare(msgspec.Struct, frozen=True):
-    """The information with which another process of this host maps a GPU's memory: its name, and torch's own
-    description."""
+    """Data with which another process of this host maps a GPU's memory: its name, and torch's own description."""
 
     gpu: str
     handle: bytes
@@ -47,7 +46,7 @@ class CudaShare(msgspec.Struct, frozen=True):
 
 
 class NixlMemory(msgspec.Struct, frozen=True):
-    """The information with which a peer reads a worker's staging area by NIXL.
+    """Data with which a peer reads a worker's staging area by NIXL.
 
     agent: the name of the NIXL agent beside the worker. metadata: NIXL's own opaque description of it: how UCX connects
     to it, and keys of the area. address, num_bytes: the area in the agent's process. greeting: its first bytes.
@@ -95,7 +94,7 @@ class Thread(msgspec.Struct, frozen=True):
 
 
 class MoverInfo(msgspec.Struct, frozen=True):
-    """A worker's description, sent when its mover has started.
+    """Description that a worker gives of itself when its mover has started.
 
     endpoint: where the mover listens (`ipc://…`, this host and user only). thread: the mover itself. isa: how the
     attention kernels arrange the inside of a page; bytes mean the same only between equal values. weights: fingerprint
@@ -124,7 +123,7 @@ class MoverInfo(msgspec.Struct, frozen=True):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy from one engine to another, the same for each of its ranks.
+    """Order to copy blocks from one engine to another, the same for each of its ranks.
 
     job: the caller's name of the copy, unique at the time. src_blocks, dst_blocks: block ids, of the same number; block
     `src_blocks[i]` goes to block `dst_blocks[i]`, and none is written twice. cuts: which parts of these. transport: its

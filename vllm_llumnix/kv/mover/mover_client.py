@@ -24,7 +24,7 @@ from vllm_llumnix.kv.mover import messages
 from vllm_llumnix.kv.mover.process import has_ended
 
 GRACE_S = 1.0
-"""Time after a pull's own deadline for its report to come."""
+"""Seconds after a pull's own deadline within which its report may come."""
 
 _Answer = TypeVar("_Answer", messages.PullReport, messages.Stopped, messages.ProbeReport, messages.Revoked)
 

@@ -53,13 +53,13 @@ logger = logging.getLogger(__name__)
 _Key = tuple[bytes, int]
 
 SLEPT_SECONDS = 0.001
-"""Remaining pace that is slept rather than polled: polling knows whole milliseconds."""
+"""Shorter rests of a pace, in seconds, are slept: polling knows whole milliseconds."""
 MAX_PACES = 64
 MAX_PROBES = 32
-"""Which wait for peers at a time; further ones wait for these."""
+"""Most probes that wait for peers at a time; further ones wait for these."""
 PROBE_THREAD = "llumnix-probe"
 TIDY_SECONDS = 5.0
-"""Time for which something of a gone peer may be held. A GPU's memory is freed only when nobody maps it."""
+"""Seconds for which something of a peer that has gone may be held. A GPU's memory is free only when nobody maps it."""
 SILENCE_SECONDS = 0.02
 """Time for which other pulls go before one that has just waited in vain for its peer, for a few milliseconds."""
 

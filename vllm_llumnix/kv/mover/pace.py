@@ -22,18 +22,18 @@ from vllm_llumnix.kv.settings import UNLIMITED, Limit
 CHUNK_BYTES = 8 << 20
 """Upper bound of a chunk: some 0.7 ms of copying, the longest that a mover does not listen."""
 CHUNK_SECONDS = 0.002
-"""Duration of a chunk on a limited link."""
+"""Seconds that a chunk takes on a limited link."""
 SMALLEST_CHUNK_BYTES = 16 << 10
 MEASURED_BYTES = 16 << 20
 """More than lies in the buffers of a connection, so that it is the link that is measured."""
 MEASURED_FOR_SECONDS = 60.0
-"""Time for which a measurement counts."""
+"""Seconds for which a measurement counts."""
 MEASURED_CHUNKS = 4
 """Chunks of which a pull that measures consists at least, so that a small one has more than a first."""
 
 
 class Pace:
-    """The pace under one limit of a link. Raises ValueError for a limit that lets nothing through."""
+    """Rate that a limit leaves of a link. Raises ValueError for a limit that lets nothing through."""
 
     def __init__(self, limit: Limit = UNLIMITED, clock: Callable[[], float] = time.monotonic) -> None:
         rate, share = limit.bytes_per_s, limit.share

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process an address belongs to.
+"""Identity of the process that an address belongs to.
 
 A pid alone names nothing: after a restart it may be another process, in another pid namespace or on
 another host it is one at once. A worker therefore describes itself by boot id, pid namespace, pid,
@@ -65,7 +65,7 @@ def describe_thread(thread: int) -> Thread:
 
 
 def has_ended(thread: Thread, process: PeerMemory) -> bool:
-    """True if that thread of that process certainly runs no more. False if this process cannot see it."""
+    """True if that thread of that process certainly runs no more. False where this process cannot see it."""
     if (process.boot_id, process.pid_ns) != (boot_id(), pid_namespace()):
         return False
     return start_time(process.pid, thread.id) != thread.start_time
@@ -94,7 +94,7 @@ def allow_readers() -> bool:
 
 
 def yield_cores(politely: bool) -> None:
-    """Makes the calling thread leave a core to the model when it wakes up, or not.
+    """Sets whether the calling thread, when it wakes up, leaves a core to the model that it finds there.
 
     A batch thread still gets its share. With a lower nice value it would get almost nothing beside a spinning engine,
     and it could not return without privileges.
@@ -104,12 +104,12 @@ def yield_cores(politely: bool) -> None:
 
 
 def name_thread(name: str) -> None:
-    """Names the calling thread for outside observers; 15 bytes of it."""
+    """Names the calling thread for tools that look at it from outside; 15 bytes of the name."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def offer_of(nonce: bytes, layout: BlockLayout, cuda: CudaShare | None) -> bytes:
-    """The offer in the memory of a process that lets peers read `layout`: OFFER_BYTES bytes."""
+    """Offer in the memory of a process that lets peers read `layout`: OFFER_BYTES bytes."""
     return nonce + hashlib.blake2b(msgspec.msgpack.encode((layout, cuda)), key=nonce, digest_size=32).digest()
 
 

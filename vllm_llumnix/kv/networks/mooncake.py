@@ -37,7 +37,7 @@ _NO_BATCH: Final = (0, -1, 2**64 - 1)
 
 
 def why_not_installed() -> str | None:
-    """The missing requirement for loading Mooncake; None if there is none, and then it is loaded."""
+    """Reason why Mooncake cannot be loaded; None if nothing is, and then it is loaded."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     try:
@@ -51,7 +51,7 @@ def why_not_installed() -> str | None:
 
 
 class MooncakeEngine:
-    """The Mooncake engine of a process. `segment` is peers' name of its registered memory."""
+    """The engine of a process. `segment` is what peers call its registered memory."""
 
     def __init__(self, host: str, protocol: str, devices: str = "") -> None:
         """Raises TransportUnavailable, with what is missing."""
@@ -114,7 +114,7 @@ class MooncakeRead:
         return cancelled
 
     def poll(self) -> bool | None:
-        """True once all bytes have arrived; None while they are under way."""
+        """True if all bytes have arrived; None while they are under way."""
         if self._arrived is None and self._batch.done():
             if self._batch.cancelled() or self._batch.exception() is not None or self._batch.result() in _NO_BATCH:
                 self._arrived = False

@@ -195,7 +195,7 @@ class NixlRead:
         return False
 
     def poll(self) -> bool | None:
-        """True once all bytes have arrived; None while they are under way."""
+        """True if all bytes have arrived; None while they are under way."""
         if self._arrived is None:
             self._engine.hear()
         return self._arrived

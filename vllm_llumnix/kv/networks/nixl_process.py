@@ -34,12 +34,12 @@ asks torch which of the others to take, for which it may have to import it."""
 BACKEND: Final = "UCX"
 PACKET_BYTES: Final = 128 << 10
 PROGRESS_MICROSECONDS: Final = 100_000
-"""Time between two looks of NIXL's thread for work that no event announces. With 0, its default, it never sleeps."""
+"""Period in which NIXL's thread looks for work that no event tells of. With 0, its default, it never sleeps."""
 LOOK_SECONDS: Final = 50e-6
 MAX_PEERS: Final = 256
 MAX_REASON: Final = 300
 _HEAD: Final = b"nixlSerDes|Agent"
-"""The beginning of metadata, before the length of the agent's name in eight bytes, and the name."""
+"""Beginning of metadata, before the length of the agent's name in eight bytes, and the name."""
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -79,14 +79,14 @@ decode_answer = msgspec.msgpack.Decoder(Ready | Unusable | ReadEnd).decode
 
 
 def why_not_installed() -> str | None:
-    """The missing requirement for starting NIXL; None if there is none that shows without starting it."""
+    """Reason why NIXL cannot be started; None if nothing is, as far as can be seen without starting it."""
     if any(importlib.util.find_spec(name) is not None for name in MODULES):
         return None
     return "NIXL is not installed: pip install vllm-llumnix[nixl]"
 
 
 def begins_with(agent: str, metadata: bytes) -> bool:
-    """True if metadata is of the agent of that name: NIXL trusts the name in it, whoever brings it."""
+    """True if metadata is of the agent of that name: NIXL takes it for the name that is in it, whoever brings it."""
     return metadata.startswith(_HEAD + len(agent).to_bytes(8, "little") + agent.encode())
 
 
@@ -102,7 +102,7 @@ def bindings() -> Any:
 
 
 class NixlError(Exception):
-    """An exception of NIXL's: its own errors have no common class."""
+    """An error that NIXL has raised: its own errors have no class in common."""
 
 
 class Agent:

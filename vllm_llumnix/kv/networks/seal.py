@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that bytes from an unauthenticated network are those that were sent.
+"""Seals that show whether bytes from a network which authenticates nobody are the bytes that were sent.
 
 The key and the seal travel over a trusted connection. Both kinds run at the speed of the bytes' memory, unlike a
 cryptographic hash.

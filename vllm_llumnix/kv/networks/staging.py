@@ -27,8 +27,8 @@ from vllm_llumnix.kv.memory.layout import BlockLayout
 from vllm_llumnix.kv.mover.messages import DEPTH, GREETING_BYTES, SealKind
 
 SLOT_BYTES: Final = 4 << 20
-"""Size of a buffer. The overhead between buffers costs as much as 1 MiB: `benchmarks/transport.py` moved 0.95 GB/s in
-buffers of 512 KiB, 1.4 of 2 MiB, 1.8 of 4 MiB, over loopback."""
+"""Bytes of a buffer. Messages and waits between two buffers take as long as 1 MiB: `benchmarks/transport.py` moved 0.95
+GB/s in buffers of 512 KiB, 1.4 of 2 MiB, 1.8 of 4 MiB, over loopback."""
 AREA_BYTES: Final = 512 << 20
 """Bytes of the area at most, unless it is for the least number of pulls. What is not used is touched by RDMA only,
 which pins it."""
@@ -52,7 +52,7 @@ class StagingArea:
     time, or for as many as `area_bytes` hold: further ones wait."""
 
     seal: SealKind = "gmac"
-    """The best kind of seal for bytes here."""
+    """Kind of seal that is fastest for bytes here."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StagingArea:
             self._quarantined.append((slot, is_over))
 
     def blocks_of(self, memory: BlockMemory) -> Blocks:
-        """The blocks of a memory, gathered into and scattered from buffers here."""
+        """Blocks that gather into buffers here, and scatter from them."""
         return memory
 
     def private(self) -> torch.Tensor:

@@ -45,9 +45,9 @@ IDLE_SECONDS = 600.0
 STAGED_SECONDS = 30.0
 """Time after which it is closed while buffers that others wait for are kept for it."""
 STALL_SECONDS = 10.0
-"""Longest time for which a peer may read nothing while it is sent something, and for a request once it has begun."""
+"""Seconds for which a peer may take nothing of what it is sent, or take to finish a request that it has begun."""
 GRANT_SECONDS = 1.0
-"""Time by which a request may precede its grant."""
+"""Seconds by which a request may come before its grant."""
 ANOTHER_PROCESS = "this is another process than was advertised"
 SEND_BYTES = 1 << 20
 """Sent between two looks at the grant."""
@@ -113,7 +113,8 @@ class BlockServer:
             threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
 
     def _end_idle(self) -> bool:
-        """Ends an unused connection, whose peer makes a new one; False if there is none. The lock is held."""
+        """Ends a connection that nobody needs now, and returns False if there is none: its peer makes a new one. The
+        lock is held."""
         connection = next(iter(self._idle), None)
         if connection is None:
             return False

@@ -16,13 +16,13 @@ from vllm_llumnix.kv.networks.staging import Slot, StagingArea
 from vllm_llumnix.kv.serving.grants import Grants
 
 PATIENCE_SECONDS: Final = 4.0
-"""Time for which a pull waits for the buffers of others; it gives up itself only a little later."""
+"""Seconds that a pull waits for the buffers of others; it gives up itself only a little later."""
 
 
 class Stage:
-    """The staged blocks of one connection, for that connection's thread.
+    """Blocks that one connection has staged. Used by that connection's thread.
 
-    They count as on their way in the sense of `Grants`: revoking the grant waits until they are cleared.
+    They are on their way in the sense of `Grants`: whoever revokes the grant waits until it is cleared.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Stage:
         self._grant_seconds = grant_seconds
         self._slots: list[Slot] = []
         self._used: dict[Slot, int] = {}
-        """Largest number of their bytes that were filled."""
+        """Most bytes of each slot that have been filled."""
         self._readings: defaultdict[Slot, contextlib.ExitStack] = defaultdict(contextlib.ExitStack)
         self._private = area.private()
         self._sealed_with = area.seal, new_key()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of ours a peer may be sent, by the capability of its migration. Thread-safe.
+"""Blocks of ours that a peer may be sent, by the capability of its migration. Thread-safe.
 
 The engine grants blocks that it has pinned, and revokes the grant before it lets go of them. From then on nothing is
 sent, what is being sent stops, and what was put somewhere for the peer lies there no more.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a transport, for a mover.
+"""Interface between mover and transport.
 
 A transport reads blocks of a peer's KV memory into this worker's. It runs in the mover's thread and knows nothing of
 migrations. Only the process that owns the destination memory ever writes it.
@@ -15,7 +15,7 @@ from vllm_llumnix.kv.memory.layout import WHOLE, BlockLayout, Cuts, require_same
 from vllm_llumnix.kv.mover.messages import PeerMemory, Pull
 
 STALL_SECONDS: Final = 5.0
-"""Longest time without bytes in the middle of a pull."""
+"""Seconds for which nothing may come in the middle of a pull."""
 TURN_SECONDS: Final = 0.005
 """The longest that the mover waits for a peer, or for the GPU, before it listens to its engine again."""
 
@@ -31,14 +31,14 @@ def require_readable(ours: BlockLayout, peer: PeerMemory, cuts: Cuts = WHOLE) ->
 
 
 class Transport(Protocol):
-    """A way to reach a peer's memory; `name` is its name in configuration and messages."""
+    """A way to reach a peer's memory; `name` is what configuration and messages call it."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def asks_peers(self) -> bool:
-        """True if `probe` waits for the peer's answer. Then threads other than the mover's call it, at any time."""
+        """True if `probe` waits for the peer's answer. Then other threads than the mover's call it, at any time."""
 
     def probe(self, peer: PeerMemory, cuts: Cuts = WHOLE) -> None:
         """Raise TransportUnavailable, with a reason for people, unless this peer can be read, and the parts be copied.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of both ends of a `tcp` transfer: frames, and KV memory as buffers that a socket reads or writes
-itself."""
+"""Parts of both ends of a `tcp` transfer: frames, and KV memory as buffers that a socket reads or writes itself."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ class Span:
         return sent
 
     def receive(self, connection: socket.socket, max_bytes: int) -> int:
-        """Receives as much as one call gives; returns the bytes, 0 if there are none now. Raises OSError,
+        """Receives as much as one call brings; returns the bytes received, 0 if there is none now. Raises OSError,
         TransferFailed."""
         received = receive_into(connection, *self.buffers(min(max_bytes, RECEIVE_BYTES)))
         self.advance(received)
@@ -89,7 +88,7 @@ def send_from(connection: socket.socket, *buffers: memoryview, more: bool = True
 
 
 def receive_into(connection: socket.socket, *buffers: memoryview) -> int:
-    """Receives as much as one call gives; returns the bytes, 0 if there are none now. Raises OSError,
+    """Receives as much as one call brings; returns the bytes received, 0 if there is none now. Raises OSError,
     TransferFailed."""
     try:
         if isinstance(connection, ssl.SSLSocket):

@@ -83,7 +83,7 @@ class Bounced:
         self._under_way: deque[_UnderWay] = deque()
         """The device's, oldest first."""
         self._rest = memoryview(b"")
-        """The rest of the host's buffer still to be sent or received."""
+        """Rest of the host's buffer that is still to be sent or received."""
 
     def send(self, connection: socket.socket, max_bytes: int) -> int:
         if not self._rest:

@@ -90,14 +90,14 @@ class Connections:
             return connection
 
     def close(self) -> None:
-        """Closes all connections, which nobody takes or keeps any more."""
+        """Closes all connections. Nobody takes or keeps any by now."""
         for connection in self.idle:
             connection.close()
         self.idle.clear()
 
 
 def readable(connections: Iterable[socket.socket], seconds: float = 0.0) -> bool:
-    """True if one of them can be read, now or within `seconds` (to a thousandth).
+    """True if one of them has something to read, now or within `seconds`, which count in thousandths.
 
     Unlike `select` it takes file descriptors of any number.
     """

@@ -83,7 +83,7 @@ class LocalTransport:
                 del self._peers[peer]
 
     def knows(self, peer: PeerMemory) -> bool:
-        """True if `peer`'s offer was right when it was last read, and has not been forgotten since."""
+        """True if `peer` offered what it says when it was last looked at, and has not been forgotten since."""
         return peer in self._peers
 
     def verify(self, peer: PeerMemory) -> _Peer:
@@ -201,7 +201,7 @@ def _failure(pid: int, code: int) -> TransferFailed | TransportUnavailable:
 
 
 def _obstacle() -> str:
-    """The likely cause of EPERM, and the remedy."""
+    """Likely cause of EPERM, and its remedy."""
     remedies = {
         1: "start the source with permission for readers, or set it to 0",
         2: "set it to 1 or 0, or give the workers CAP_SYS_PTRACE",

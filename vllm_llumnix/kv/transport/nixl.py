@@ -12,7 +12,7 @@ from vllm_llumnix.kv.networks.nixl import NixlEngine, NixlRead
 from vllm_llumnix.kv.networks.staging import SharedStagingArea, Slot
 
 TRIAL_SECONDS: Final = 2.0
-"""Longest time of the first read, for which UCX connects. The caller waits for five in all."""
+"""Seconds that the first read may take, for which UCX connects. Who asks waits for five in all."""
 SLOT_SECONDS: Final = 0.5
 TRIAL_POLL_SECONDS: Final = 1e-3
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which peers a network does not bring to us: found out by trying, and by reads that fail."""
+"""Peers that a network does not reach: found out by trying, and by reads that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from vllm_llumnix.errors import TransportUnavailable
 
 REMEMBERED_SECONDS: Final = 60.0
-"""Validity of an answer: peers' Mooncake logs every connection without a question."""
+"""Seconds for which an answer counts: peers' Mooncake logs every connection on which it is asked nothing."""
 MAX_PLACES: Final = 256
 
 
@@ -35,7 +35,7 @@ class Obstacles:
             raise TransportUnavailable(obstacle)
 
     def remember(self, place: str, obstacle: str | None) -> None:
-        """Notes the obstacle to reading a place, for some time; None if there is none."""
+        """Remembers for some time why it cannot be read; None: it can."""
         with self._lock:
             self._known[place] = (self._clock() + REMEMBERED_SECONDS, obstacle)
             self._known.move_to_end(place)

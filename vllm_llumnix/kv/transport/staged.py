@@ -33,7 +33,7 @@ STUCK_SECONDS: Final = 1.0
 """A read that takes so long speaks against the network, however its pull ends."""
 POLL_SECONDS: Final = 50e-6
 SLOTS_SECONDS: Final = 1e-3
-"""Time for which the mover waits for buffers before it turns to others."""
+"""Seconds that the mover waits for buffers before it turns to others."""
 
 
 class Read(Protocol):
@@ -41,11 +41,11 @@ class Read(Protocol):
         """True if it has not begun, and never will."""
 
     def poll(self) -> bool | None:
-        """True once all bytes have arrived; None while they are under way, and may still be written."""
+        """True if all bytes have arrived; None while they are under way, and may still be written."""
 
 
 class Network(Protocol):
-    """The network that brings a peer's buffer into one of ours. Thread-safe.
+    """A network that reads a buffer of a peer's into one of ours. Thread-safe.
 
     name: its transport's, and a source's name of its staging area. title: its name for people.
     """
@@ -60,7 +60,7 @@ class Network(Protocol):
         """The name of the peer in this network. Raises TransportUnavailable if it has none, or if we do not."""
 
     def obstacle(self, peer: PeerMemory) -> str | None:
-        """The obstacle to reading the peer, found by connecting or by a read; None if there is none."""
+        """Reason why we cannot read the peer, found out by trying: by connecting, or by a read."""
 
     def begin_read(self, peer: PeerMemory, slot: Slot, address: int, num_bytes: int) -> Read:
         """Copy from `address`, as the peer's slots have it, to the start of `slot`."""
@@ -135,7 +135,7 @@ class StagedTransport:
             yield 0
 
     def settled(self, slot: Slot, num_bytes: int) -> torch.Tensor:
-        """The settled contents of a buffer. Valid until the next call."""
+        """Bytes that lie in a buffer now, and that nobody changes any more. Valid until the next call."""
         if self._private is None:
             return slot.memory[:num_bytes]
         content = self._private[:num_bytes]
@@ -209,7 +209,7 @@ class _Reading:
 
     @property
     def is_stuck(self) -> bool:
-        """True if the network is at work, and has been for long."""
+        """True if it is the network's turn, and has been for long."""
         return bool(self._reads) and time.monotonic() - self._since > STUCK_SECONDS
 
     def leave(self) -> None:

@@ -102,7 +102,7 @@ class _Stream:
     done: bool = False
 
     def receive(self, max_bytes: int) -> int:
-        """Receives available bytes; waits only for the first and the last message, which are short."""
+        """Receives what has come; the first and the last message, which are short, are waited for."""
         if not self.granted:
             if not readable([self.connection]):
                 return 0

@@ -65,8 +65,8 @@ from vllm_llumnix.kv.mover.pace import CHUNK_BYTES
 from vllm_llumnix.kv.mover.process import NoncePage, allow_readers, describe_memory
 from vllm_llumnix.kv.networks import mooncake as mooncake_engine
 from vllm_llumnix.kv.networks import nixl_process
-from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
-from vllm_llumnix.kv.networks.nixl import NixlEngine
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine, MooncakeNetwork
+from vllm_llumnix.kv.networks.nixl import NixlEngine, NixlNetwork
 from vllm_llumnix.kv.networks.nixl_process import Agent, ReadOrder, address_of
 from vllm_llumnix.kv.networks.staging import SharedStagingArea, StagingArea
 from vllm_llumnix.kv.serving.block_server import BlockServer
@@ -74,8 +74,6 @@ from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport, read_pieces
-from vllm_llumnix.kv.transport.mooncake import MooncakeNetwork
-from vllm_llumnix.kv.transport.nixl import NixlNetwork
 from vllm_llumnix.kv.transport.staged import POLL_SECONDS, StagedTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 

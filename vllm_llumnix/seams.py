@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_llumnix.patching.seam import Kind, Seam, Seams
+from vllm_llumnix.patching.seam import Seam, SeamKind, Seams
 
-_WRAPPED, _SET, _ADDED = Kind.WRAPPED, Kind.SET, Kind.ADDED
+_WRAPPED, _SET, _ADDED = SeamKind.WRAPPED, SeamKind.SET, SeamKind.ADDED
 _CORE = "vllm/v1/engine/core.py"
 _SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 _POOL = "vllm/v1/core/block_pool.py"
@@ -29,11 +29,13 @@ _SLEEP = "vLLM calls back when the KV memory goes and comes"
 _OUTLIVES = "vLLM lets an API server outlive its engine"
 
 
-def _core(attribute: str, kind: Kind, why: str, remove_when: str, test: str, owner: str = "EngineCore") -> Seam:
+def _core(attribute: str, kind: SeamKind, why: str, remove_when: str, test: str, owner: str = "EngineCore") -> Seam:
     return Seam(_CORE, owner, attribute, kind, why, "core", remove_when, f"tests/{test}.py")
 
 
-def _scheduler(attribute: str, kind: Kind, why: str, remove_when: str = _LOAD, test: str = "engine/test_load") -> Seam:
+def _scheduler(
+    attribute: str, kind: SeamKind, why: str, remove_when: str = _LOAD, test: str = "engine/test_load"
+) -> Seam:
     return Seam(_SCHEDULER, "Scheduler", attribute, kind, why, "core", remove_when, f"tests/{test}.py")
 
 
@@ -41,7 +43,7 @@ def _pool(attribute: str, why: str) -> Seam:
     return Seam(_POOL, "BlockPool", attribute, _WRAPPED, why, "core", _NAMES, "tests/engine/test_cached_blocks.py")
 
 
-def _request(attribute: str, why: str, kind: Kind = _SET, test: str = "engine/test_scheduler_port") -> Seam:
+def _request(attribute: str, why: str, kind: SeamKind = _SET, test: str = "engine/test_scheduler_port") -> Seam:
     return Seam(_REQUEST, "Request", attribute, kind, why, "core", _MOVES, f"tests/{test}.py")
 
 
@@ -54,7 +56,7 @@ def _worker(attribute: str, why: str, remove_when: str = _SLEEP, test: str = "kv
     return Seam(path, "Worker", attribute, _WRAPPED, why, "worker", remove_when, f"tests/{test}.py")
 
 
-def _client(attribute: str, kind: Kind, why: str) -> Seam:
+def _client(attribute: str, kind: SeamKind, why: str) -> Seam:
     test = "tests/frontend/test_frontend_lifetime.py"
     return Seam(_CLIENT, "BackgroundResources", attribute, kind, why, "api", _OUTLIVES, test)
 
@@ -264,7 +266,7 @@ WORKER = Seams(
 CLIENT = Seams(
     _client(
         "validate_alive",
-        Kind.REPLACED,
+        SeamKind.REPLACED,
         "vLLM's receive task ends when the engine says that it is dying; ours goes on with what the relay brings",
     ),
     _client("engine_dead", _SET, "vLLM refuses new requests and reports itself unhealthy, while streams go on"),

@@ -43,7 +43,7 @@ from benchmarks.gpu_check.verdicts import NotStarted, Numerics, Observed, Part, 
 from tests.support.harness import Fleet, Server, ServerDied, ServerSpec
 from tests.support.moves import Move
 from vllm_llumnix.kv.kernels import native, reference
-from vllm_llumnix.kv.kernels.plan import BlockCopy
+from vllm_llumnix.kv.kernels.plan import PlannedCopy
 
 pytestmark = pytest.mark.rest
 
@@ -86,7 +86,7 @@ def test_a_real_models_block_is_among_what_is_copied() -> None:
 
 
 def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(copy: BlockCopy, *_: int) -> None:
+    def wrong(copy: PlannedCopy, *_: int) -> None:
         reference.copy_blocks(copy)
         copy.buffer[copy.num_bytes - 1] ^= 1
 

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import Rig, compressed, full, latent_window, output_window, ring, states, window
-from vllm_llumnix.engine.blocks.block_rows import NULL_ID, Kind, kind_of
+from vllm_llumnix.engine.blocks.block_rows import NULL_ID, GroupKind, kind_of
 
 WINDOW = 64
 GROUPS: dict[str, list[KVCacheSpec]] = {
@@ -374,4 +374,4 @@ def test_rows_are_blocks_of_all_groups(model_dir: Path) -> None:
 
 def test_kinds() -> None:
     groups = [KVCacheGroupSpec(["layer"], spec) for spec in (full(), window(64), states("none", 64), ring(8))]
-    assert [kind_of(group) for group in groups] == [Kind.ALL, Kind.WINDOW, Kind.STATE, Kind.RING]
+    assert [kind_of(group) for group in groups] == [GroupKind.ALL, GroupKind.WINDOW, GroupKind.STATE, GroupKind.RING]

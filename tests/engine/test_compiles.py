@@ -117,7 +117,7 @@ def test_the_engine_reads_what_its_workers_write(record: StepRecord) -> None:
 def test_another_process_writes(record: StepRecord) -> None:
     place = record.place_of_workers
     worker = (
-        "import sys; from vllm_llumnix.steps.compiles import *; place = Place(sys.argv[1], int(sys.argv[2]), 2)\n"
+        "import sys; from vllm_llumnix.steps.compiles import *; place = RecordPlace(sys.argv[1], int(sys.argv[2]), 2)\n"
         "write_down_compiles(place, 0)\nwith compiling(): print('now', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -187,7 +187,7 @@ def test_scan_for_compilers_serves_all_workers_without_blocking(
 def test_without_a_record_in_shared_memory_nothing_is_watched(
     record: StepRecord, llumlet_log: pytest.LogCaptureFixture
 ) -> None:
-    write_down_compiles(compiles.Place("/no/such/file", 0, 1), 0)
+    write_down_compiles(compiles.RecordPlace("/no/such/file", 0, 1), 0)
     assert "counts as hung" in llumlet_log.text
     with compiling():
         assert record.workers.compiled_at() == -math.inf

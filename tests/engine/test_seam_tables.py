@@ -16,7 +16,7 @@ from vllm_llumnix.engine.attach import _check_workers, attach
 from vllm_llumnix.errors import PatchError
 from vllm_llumnix.patching.installed import find_vllm
 from vllm_llumnix.patching.release import reader_of
-from vllm_llumnix.patching.seam import Kind, Seam, Seams, absent
+from vllm_llumnix.patching.seam import Seam, SeamKind, Seams, absent
 from vllm_llumnix.seams import ALL
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def is_name(node: ast.AST) -> bool:
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_set_that_is_not_in_a_table(path: Path) -> None:
-    values = {row.attribute for row in ALL if row.kind in (Kind.SET, Kind.ADDED)}
+    values = {row.attribute for row in ALL if row.kind in (SeamKind.SET, SeamKind.ADDED)}
     strangers = assigned(path) - values
     assert not strangers, f"into seams.py, or through ENGINE.wrap: {strangers}"
 
@@ -79,7 +79,7 @@ def test_nothing_is_set_that_is_not_in_a_table(path: Path) -> None:
 def test_whatever_is_in_a_table_is_done() -> None:
     done, set_somewhere = wrapped(), set[str]().union(*map(assigned, CODE))
     for row in ALL:
-        if row.kind in (Kind.WRAPPED, Kind.REPLACED):
+        if row.kind in (SeamKind.WRAPPED, SeamKind.REPLACED):
             assert row.name in done, row.name
         else:
             # `config.long_prefill_token_threshold`: an alias within one function
@@ -106,15 +106,15 @@ def test_the_installed_vllm_has_them_all() -> None:
         (row,) = (row for row in ALL if row.name == name)
         without = read(row.path).replace(row.attribute.encode(), b"something_else")
         assert row in absent([row], lambda path, text=without: text)
-    assert len(absent(ALL, lambda path: b"")) == sum(row.kind is not Kind.ADDED for row in ALL)
+    assert len(absent(ALL, lambda path: b"")) == sum(row.kind is not SeamKind.ADDED for row in ALL)
 
 
-def seam(attribute: str, kind: Kind = Kind.WRAPPED) -> Seam:
+def seam(attribute: str, kind: SeamKind = SeamKind.WRAPPED) -> Seam:
     return Seam("vllm/x.py", "Owner", attribute, kind, "so that it works", "core", "never", "tests/x.py")
 
 
 def test_wrapping_what_is_gone_is_refused_by_name() -> None:
-    table = Seams(seam("there"), seam("gone"), seam("new", Kind.ADDED))
+    table = Seams(seam("there"), seam("gone"), seam("new", SeamKind.ADDED))
     target = SimpleNamespace(there=1)
     table.wrap(target, "Owner.there", len)
     table.wrap(target, "Owner.new", len)

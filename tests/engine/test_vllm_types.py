@@ -40,7 +40,7 @@ def test_the_scheduler_and_what_hangs_on_it(model_dir: Path, asynchronous: bool)
         vllm_types.GroupManager: manager.coordinator.single_type_managers[0],
         vllm_types.BlockPool: manager.block_pool,
         vllm_types.FreeBlocks: manager.block_pool.free_block_queue,
-        vllm_types.Blocks: blocks,
+        vllm_types.KVCacheBlocks: blocks,
         vllm_types.Block: blocks.blocks[0][0],
         vllm_types.RequestQueue: scheduler.waiting,
         vllm_types.Request: request,

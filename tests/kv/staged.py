@@ -11,15 +11,13 @@ from vllm_llumnix.kv.data_plane import tls_context
 from vllm_llumnix.kv.memory.block_memory import BlockMemory, HostMemory
 from vllm_llumnix.kv.mover.messages import NetworkName, PeerMemory
 from vllm_llumnix.kv.mover.process import NoncePage
-from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
-from vllm_llumnix.kv.networks.nixl import NixlEngine
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine, MooncakeNetwork
+from vllm_llumnix.kv.networks.nixl import NixlEngine, NixlNetwork
 from vllm_llumnix.kv.networks.staging import GpuStagingArea, SharedStagingArea, StagingArea
 from vllm_llumnix.kv.serving.block_server import BlockServer
 from vllm_llumnix.kv.serving.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.transport.connections import Connections
-from vllm_llumnix.kv.transport.mooncake import MooncakeNetwork
-from vllm_llumnix.kv.transport.nixl import NixlNetwork
 from vllm_llumnix.kv.transport.staged import Network, StagedTransport
 
 CHUNK = 8 << 20

@@ -25,7 +25,7 @@ from vllm_llumnix.kv.networks.staging import GpuStagingArea, StagingArea
 from vllm_llumnix.kv.serving import block_server
 from vllm_llumnix.kv.settings import MooncakeSettings
 from vllm_llumnix.kv.transport import staged
-from vllm_llumnix.kv.transport.obstacles import REMEMBERED_SECONDS, Obstacles
+from vllm_llumnix.kv.transport.staged import REMEMBERED_SECONDS, Obstacles
 
 
 @pytest.fixture(scope="module")

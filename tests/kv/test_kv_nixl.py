@@ -30,7 +30,6 @@ from vllm_llumnix.kv.networks.nixl import NixlEngine, environment_of
 from vllm_llumnix.kv.networks.nixl_process import Agent, NixlError, ReadEnd, Ready, Unusable, encode
 from vllm_llumnix.kv.networks.staging import SharedStagingArea
 from vllm_llumnix.kv.settings import NixlSettings
-from vllm_llumnix.kv.transport import nixl as nixl_network
 from vllm_llumnix.kv.transport import staged
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 
@@ -133,7 +132,7 @@ def test_a_process_that_is_stopped_before(
 ) -> None:
     """A probe has an end, and its buffer is kept until the read has one."""
     source, reader = pair
-    monkeypatch.setattr(nixl_network, "TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr(nixl, "TRIAL_SECONDS", 0.3)
     process = process_of(source, over)
     process.send_signal(signal.SIGSTOP)
     try:

@@ -20,7 +20,7 @@ from vllm_llumnix import doctor
 from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.kernels import native, reference, trial
-from vllm_llumnix.kv.kernels.plan import BlockCopy, alignment_of
+from vllm_llumnix.kv.kernels.plan import PlannedCopy, alignment_of
 from vllm_llumnix.kv.memory.layout import BlockLayout, Cut
 from vllm_llumnix.kv.mover.messages import MoverInfo
 from vllm_llumnix.kv.mover.mover_client import MoverClient
@@ -30,27 +30,27 @@ from vllm_llumnix.kv.worker import start_mover, stop_mover
 CAPABILITY = bytes(CAPABILITY_BYTES)
 CPU = torch.device("cpu")
 SHAPES = [(3, 4096), (1, 512)]
-Fault = Callable[[BlockCopy], None]
+Fault = Callable[[PlannedCopy], None]
 
 
-def launch_fails(copy: BlockCopy) -> None:
+def launch_fails(copy: PlannedCopy) -> None:
     """A library that is newer than the driver: cudaErrorInsufficientDriver."""
     raise RuntimeError("the block copy was not launched: CUDA error 35\nsecond line")
 
 
-def wrong_byte(copy: BlockCopy) -> None:
+def wrong_byte(copy: PlannedCopy) -> None:
     reference.copy_blocks(copy)
     row = copy.buffer if copy.to_buffer else copy.storage
     row[-1 if copy.to_buffer else 0] ^= 1
 
 
-def wrong_alone(copy: BlockCopy) -> None:
+def wrong_alone(copy: PlannedCopy) -> None:
     """Right for several blocks, not for one."""
     if len(copy.ids) > 1:
         reference.copy_blocks(copy)
 
 
-def never_compiles(copy: BlockCopy) -> None:
+def never_compiles(copy: PlannedCopy) -> None:
     raise FileNotFoundError("Failed to find C compiler")
 
 
@@ -63,12 +63,12 @@ FAULTS: list[tuple[Fault, str]] = [
 
 
 @pytest.fixture(params=FAULTS, ids=lambda fault: fault[0].__name__)
-def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[BlockCopy]]:
+def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[PlannedCopy]]:
     """`cpp` with a fault: what is said of it, and the copies that were asked of it."""
     fault, complaint = request.param
-    asked: list[BlockCopy] = []
+    asked: list[PlannedCopy] = []
 
-    def copy_blocks(copy: BlockCopy, _: int) -> None:
+    def copy_blocks(copy: PlannedCopy, _: int) -> None:
         asked.append(copy)
         fault(copy)
 
@@ -99,7 +99,7 @@ def test_a_device_without_memory_for_the_trial_blames_no_backend(where: str, mon
     assert not kernels._settled
 
 
-def test_the_next_one_is_taken(broken: tuple[str, list[BlockCopy]], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_one_is_taken(broken: tuple[str, list[PlannedCopy]], caplog: pytest.LogCaptureFixture) -> None:
     complaint, asked = broken
     memory, buffer = Memory(shapes=SHAPES), torch.zeros(1 << 16, dtype=torch.uint8)
     choice = kernels.settle(memory.blocks, CPU)
@@ -117,7 +117,7 @@ def test_the_next_one_is_taken(broken: tuple[str, list[BlockCopy]], caplog: pyte
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("gpu_in_main_memory")
 async def test_no_move_meets_a_backend_that_failed(
-    broken: tuple[str, list[BlockCopy]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broken: tuple[str, list[PlannedCopy]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker on a GPU (its memory and its backend are the CPU's) says what copies, and its first pull uses that."""
     complaint, asked = broken
@@ -193,7 +193,7 @@ def test_the_trial_has_the_alignments_of_parts_of_large_blocks(order: str, last:
 
 
 def test_parts_of_pages_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole_pages_only(copy: BlockCopy, _: int) -> None:
+    def whole_pages_only(copy: PlannedCopy, _: int) -> None:
         if len(copy.layout.regions) > 1:
             raise RuntimeError("no kernel image for this one")
         reference.copy_blocks(copy)

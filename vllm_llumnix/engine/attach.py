@@ -31,7 +31,7 @@ from vllm_llumnix.kv.vllm_worker_types import Worker, WorkerWrapper
 from vllm_llumnix.kv.worker import start_mover, worker_of
 from vllm_llumnix.patching import state
 from vllm_llumnix.seams import ENGINE, WORKER, require
-from vllm_llumnix.steps.compiles import Place, write_down_compiles
+from vllm_llumnix.steps.compiles import RecordPlace, write_down_compiles
 from vllm_llumnix.steps.step_record import StepRecord
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
@@ -191,7 +191,7 @@ def _runner_of_worker(called: Worker | WorkerWrapper) -> str:
 
 def _write_down_compiles(called: Worker | WorkerWrapper, packed: bytes) -> None:
     """Runs in the worker: the engine is told when a kernel is compiled."""
-    write_down_compiles(msgspec.msgpack.decode(packed, type=Place), worker_of(called).rank)
+    write_down_compiles(msgspec.msgpack.decode(packed, type=RecordPlace), worker_of(called).rank)
 
 
 def _compile_logprobs(called: Worker | WorkerWrapper) -> None:

@@ -103,13 +103,13 @@ class WatchedRequest(abc.ABC):
         """Called once, when the request was "finished", "aborted" or "preempted" by its own engine."""
 
 
-class Thread(Protocol):
+class ThreadPort(Protocol):
     """The thread of the shells."""
 
     def post(self, function: Callable[..., None], *args: Any) -> None: ...
 
 
-class Reservations(Protocol):
+class ReservationPort(Protocol):
     """Blocks held for requests that may come. Loop thread only."""
 
     def grow(self, request: Request, num_tokens: int) -> Reserved: ...
@@ -117,7 +117,7 @@ class Reservations(Protocol):
     def cancel(self, request: Request) -> None: ...
 
 
-class Sessions(Protocol):
+class SessionPort(Protocol):
     """Requests whose input comes in parts: parts wait while one is on its way out. Loop thread only."""
 
     def hold(self, request: Request) -> None: ...
@@ -145,10 +145,10 @@ class RequestPort(Protocol):
         """True if a request with states has to start over when a step has left it out."""
 
     @property
-    def reservations(self) -> Reservations: ...
+    def reservations(self) -> ReservationPort: ...
 
     @property
-    def sessions(self) -> Sessions: ...
+    def sessions(self) -> SessionPort: ...
 
     def find(self, request_id: str) -> Request: ...
 
@@ -179,7 +179,7 @@ class EnginePort(Protocol):
     def port(self) -> RequestPort: ...
 
     @property
-    def thread(self) -> Thread: ...
+    def thread(self) -> ThreadPort: ...
 
     @property
     def takes_requests(self) -> bool: ...

@@ -32,7 +32,7 @@ from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.asgi import num_deaths, served
 from vllm_llumnix.frontend.origin import OriginShell
 from vllm_llumnix.frontend.session_inputs import InputSessions
-from vllm_llumnix.frontend.vllm_client_types import Client, VllmConfig
+from vllm_llumnix.frontend.vllm_client_types import Client, ClientVllmConfig
 from vllm_llumnix.seams import CLIENT
 from vllm_llumnix.switch import CONFIG_VARIABLE
 from vllm_llumnix.wire.request_wire import with_name
@@ -66,7 +66,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
 
     _stock_hook: OutputHook | None = None
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: ClientVllmConfig, *args: Any, **kwargs: Any) -> None:
         settings = config.current()
         if settings is None:
             raise ConfigError([f"{CONFIG_VARIABLE} is not set"])

@@ -38,7 +38,7 @@ from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay_socket import Complaints, Receive, RelaySocket, output_form_of
 from vllm_llumnix.frontend.server_drain import drain
 from vllm_llumnix.frontend.session_inputs import send_part
-from vllm_llumnix.frontend.vllm_client_types import BalancingClient, Client, VllmConfig
+from vllm_llumnix.frontend.vllm_client_types import BalancingClient, Client, ClientVllmConfig
 from vllm_llumnix.steps import step_record
 from vllm_llumnix.wire.peer_clients import PeerClients
 from vllm_llumnix.wire.relay_convert import check, engine_output_from, sliced
@@ -75,7 +75,7 @@ class ClientStream(Stream):
 class OriginShell:
     """The origin of the requests of vLLM's `client`. Made before vLLM has constructed the rest of the client."""
 
-    def __init__(self, client: Client, vllm_config: VllmConfig, settings: LlumletConfig) -> None:
+    def __init__(self, client: Client, vllm_config: ClientVllmConfig, settings: LlumletConfig) -> None:
         self.client = client
         self.settings = settings
         self.credentials = settings.credentials()

@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from llumlet.process.tasks import post
 from llumlet.protocol import wire
-from vllm_llumnix.frontend.vllm_client_types import VllmConfig
+from vllm_llumnix.frontend.vllm_client_types import ClientVllmConfig
 from vllm_llumnix.wire.addresses import RelayAddress, reachable_host
 from vllm_llumnix.wire.relay_convert import ExpertsForm, OutputForm
 from vllm_llumnix.wire.relay_keys import ZAP_DOMAIN, OriginKeys
@@ -209,7 +209,7 @@ class KeyCheck:
         self._socket.close(linger=0)
 
 
-def output_form_of(vllm_config: VllmConfig) -> OutputForm:
+def output_form_of(vllm_config: ClientVllmConfig) -> OutputForm:
     model, experts = vllm_config.model_config, None
     if vllm_config.aux_output_config.enable_return_routed_experts:
         counts = (model.get_total_num_hidden_layers(), model.get_num_experts_per_tok(), model.get_num_experts())

@@ -16,7 +16,7 @@ import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutputs
 
 
-class ModelConfig(Protocol):
+class ClientModelConfig(Protocol):
     served_model_name: str
     """The first of them."""
     return_sampling_mask: bool
@@ -39,14 +39,14 @@ class CacheConfig(Protocol):
     """Tokens; that of the engine as soon as it is there."""
 
 
-class ParallelConfig(Protocol):
+class ClientParallelConfig(Protocol):
     _api_process_count: int
 
 
-class VllmConfig(Protocol):
-    model_config: ModelConfig
+class ClientVllmConfig(Protocol):
+    model_config: ClientModelConfig
     cache_config: CacheConfig
-    parallel_config: ParallelConfig
+    parallel_config: ClientParallelConfig
     aux_output_config: AuxOutputConfig
     lora_config: object | None
     shutdown_timeout: int
@@ -75,7 +75,7 @@ class Resources(Protocol):
 class Client(Protocol):
     """`vllm.v1.engine.core_client.AsyncMPClient`. Engines are named by their rank, two bytes, the lower one first."""
 
-    vllm_config: VllmConfig
+    vllm_config: ClientVllmConfig
     ctx: zmq.asyncio.Context
     resources: Resources
     client_index: int

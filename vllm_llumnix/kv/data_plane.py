@@ -28,8 +28,8 @@ from vllm_llumnix.kv.mover.endpoint import PrivateDirectory
 from vllm_llumnix.kv.mover.messages import CudaShare, NetworkName, PeerMemory
 from vllm_llumnix.kv.mover.mover_thread import Mover
 from vllm_llumnix.kv.mover.process import NoncePage, allow_readers, describe_memory
-from vllm_llumnix.kv.networks.mooncake import MooncakeEngine
-from vllm_llumnix.kv.networks.nixl import NixlEngine
+from vllm_llumnix.kv.networks.mooncake import MooncakeEngine, MooncakeNetwork
+from vllm_llumnix.kv.networks.nixl import NixlEngine, NixlNetwork
 from vllm_llumnix.kv.networks.staging import GpuStagingArea, SharedStagingArea, StagingArea
 from vllm_llumnix.kv.serving.block_server import BlockServer
 from vllm_llumnix.kv.serving.grants import Grants
@@ -38,8 +38,6 @@ from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport
 from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
-from vllm_llumnix.kv.transport.mooncake import MooncakeNetwork
-from vllm_llumnix.kv.transport.nixl import NixlNetwork
 from vllm_llumnix.kv.transport.staged import Network, StagedTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.vllm_worker_types import Worker

@@ -16,7 +16,7 @@ from typing import Any
 from vllm_llumnix.errors import PatchError
 
 
-class Kind(StrEnum):
+class SeamKind(StrEnum):
     """Change of the attribute. ADDED: vLLM has none of this name."""
 
     WRAPPED = "wrapped"
@@ -32,7 +32,7 @@ class Seam:
     path: str
     owner: str
     attribute: str
-    kind: Kind
+    kind: SeamKind
     why: str
     process: str
     remove_when: str
@@ -63,7 +63,7 @@ class Seams:
         Raises PatchError if `target` has no such attribute, KeyError if the table has no such row.
         """
         row = self._rows[name]
-        if row.kind is not Kind.ADDED and not hasattr(target, row.attribute):
+        if row.kind is not SeamKind.ADDED and not hasattr(target, row.attribute):
             raise PatchError(_complaint([row]))
         setattr(target, row.attribute, replacement)
 
@@ -74,7 +74,7 @@ class Seams:
         missing = [
             row
             for row in self
-            if row.kind is not Kind.ADDED
+            if row.kind is not SeamKind.ADDED
             and (target := objects.get(row.owner)) is not None
             and not hasattr(target, row.attribute)
         ]
@@ -100,7 +100,7 @@ def absent(rows: Iterable[Seam], read: Callable[[str], bytes | str]) -> list[Sea
     for row in rows:
         if row.path not in found:
             found[row.path] = _attributes(read(row.path))
-        if row.kind is not Kind.ADDED and row.attribute not in found[row.path].get(row.owner, set()):
+        if row.kind is not SeamKind.ADDED and row.attribute not in found[row.path].get(row.owner, set()):
             missing.append(row)
     return missing
 

@@ -39,7 +39,7 @@ LOOK_SECONDS: Final = 0.5
 """Time between two looks at the processes of the machine. Each reads a file of every process."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class RecordPlace(msgspec.Struct, frozen=True):
     """The places of an engine's workers: in which file, from where on, how many."""
 
     path: str
@@ -50,7 +50,7 @@ class Place(msgspec.Struct, frozen=True):
 class Compiles:
     """Written by one worker, whichever of its threads compile."""
 
-    def __init__(self, place: Place, rank: int) -> None:
+    def __init__(self, place: RecordPlace, rank: int) -> None:
         """Raises OSError if the file is not on this machine."""
         with Path(place.path).open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
@@ -131,7 +131,7 @@ def compiling() -> Iterator[None]:
             ours.end()
 
 
-def write_down_compiles(place: Place, rank: int) -> None:
+def write_down_compiles(place: RecordPlace, rank: int) -> None:
     """Runs in the worker: from now on, what the compilers in this process do is written to its place."""
     global _ours
     watched = _ours is not None

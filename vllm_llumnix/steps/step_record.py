@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llumlet.protocol.recovery.steps import NAME_BYTES, NOBODY, LastSteps, name_of
-from vllm_llumnix.steps.compiles import PLACE, Place, Workers
+from vllm_llumnix.steps.compiles import PLACE, RecordPlace, Workers
 
 if TYPE_CHECKING:
     from vllm_llumnix.kv.vllm_worker_types import SchedulerOutput
@@ -97,7 +97,7 @@ class StepRecord:
         places = range(size, size + num_workers * PLACE.size, PLACE.size)
         self._path, self._file, self._map = _create(incarnation, places.stop)
         self.workers = Workers(self._map, places)
-        self.place_of_workers = Place(str(self._path), size, num_workers)
+        self.place_of_workers = RecordPlace(str(self._path), size, num_workers)
         _HEADER.pack_into(self._map, 0, _MAGIC, self._num_slots, capacity, NOBODY, False, False)
 
     def scheduling(self) -> None:

@@ -39,7 +39,7 @@ NULL_ID = 0
 """Id of vLLM's null block."""
 
 
-class Kind(enum.Enum):
+class GroupKind(enum.Enum):
     """Content of the blocks of a group."""
 
     ALL = "keys and values of every token"
@@ -48,7 +48,7 @@ class Kind(enum.Enum):
     RING = "a ring of tokens that are not compressed yet"
 
 
-def kind_of(group: KVCacheGroup) -> Kind | None:
+def kind_of(group: KVCacheGroup) -> GroupKind | None:
     """None if it is none that can be carried, or several."""
     spec = group.kv_cache_spec
     layers = getattr(spec, "kv_cache_specs", {}).values() or [spec]
@@ -56,16 +56,16 @@ def kind_of(group: KVCacheGroup) -> Kind | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _kind_of_layer(spec: object) -> Kind | None:
+def _kind_of_layer(spec: object) -> GroupKind | None:
     if isinstance(spec, HiddenStateCacheSpec | SinkFullAttentionSpec):
         return None
     if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec | RSWASpec):
-        return Kind.WINDOW
+        return GroupKind.WINDOW
     if isinstance(spec, FullAttentionSpec):
-        return Kind.ALL
+        return GroupKind.ALL
     if isinstance(spec, CircularBufferSpec):
-        return Kind.RING
-    return Kind.STATE if isinstance(spec, MambaSpec) else None
+        return GroupKind.RING
+    return GroupKind.STATE if isinstance(spec, MambaSpec) else None
 
 
 def _is_replayed(group: KVCacheGroup) -> bool:
@@ -92,11 +92,13 @@ class BlockRows:
         self._manager = scheduler.kv_cache_manager
         kinds = [kind_of(group) for group in scheduler.kv_cache_config.kv_cache_groups]
         managers: Sequence[GroupManager] = scheduler.kv_cache_manager.coordinator.single_type_managers
-        tokens = [index for index, kind in enumerate(kinds) if kind in (Kind.ALL, Kind.WINDOW)]
+        tokens = [index for index, kind in enumerate(kinds) if kind in (GroupKind.ALL, GroupKind.WINDOW)]
         self.takes_kv = bool(kinds) and None not in kinds
-        self.is_simple = kinds == [Kind.ALL]
-        self._states = {index: managers[index] for index, kind in enumerate(kinds) if kind in (Kind.STATE, Kind.RING)}
-        self._rings = {index for index, kind in enumerate(kinds) if kind is Kind.RING}
+        self.is_simple = kinds == [GroupKind.ALL]
+        self._states = {
+            index: managers[index] for index, kind in enumerate(kinds) if kind in (GroupKind.STATE, GroupKind.RING)
+        }
+        self._rings = {index for index, kind in enumerate(kinds) if kind is GroupKind.RING}
         groups = scheduler.kv_cache_config.kv_cache_groups
         recurrent = self._states.keys() - self._rings
         state_specs = [cast(StateSpec, groups[index].kv_cache_spec) for index in recurrent]
@@ -112,7 +114,7 @@ class BlockRows:
         sizes = {index: int(managers[index].block_size) for index in tokens}
         self.size = math.lcm(*sizes.values()) if sizes else int(scheduler.block_size)
         self._sizes = sizes
-        self._seen = {index: _seen(groups[index]) for index, kind in enumerate(kinds) if kind is Kind.WINDOW}
+        self._seen = {index: _seen(groups[index]) for index, kind in enumerate(kinds) if kind is GroupKind.WINDOW}
         self.width = sum(self.size // size for size in sizes.values())
 
     def of_size(self, size: int) -> BlockRows:

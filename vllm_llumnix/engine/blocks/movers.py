@@ -134,7 +134,7 @@ def _both(of_heads: Cuts, of_tokens: Cuts) -> Cuts:
     return of_tokens if of_heads == WHOLE else of_heads
 
 
-class Grant:
+class MoveGrant:
     """Blocks of ours that may be sent to one peer, who shows the capability."""
 
     def __init__(self, movers: Movers) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_llumnix.engine.blocks.block_rows import Kind, kind_of
+from vllm_llumnix.engine.blocks.block_rows import GroupKind, kind_of
 from vllm_llumnix.engine.blocks.connectors import has_unknown_connector
 from vllm_llumnix.engine.requests.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Engine, Request
@@ -252,17 +252,17 @@ REFUSED_REQUESTS = (
 )
 
 
-def _kinds_of(engine: Engine) -> set[Kind | None]:
+def _kinds_of(engine: Engine) -> set[GroupKind | None]:
     """Kinds of cache that the layers of the engine's model keep."""
     return {kind_of(group) for group in engine.scheduler.kv_cache_config.kv_cache_groups}
 
 
 def _has_states(engine: Engine) -> bool:
-    return Kind.STATE in _kinds_of(engine)
+    return GroupKind.STATE in _kinds_of(engine)
 
 
 def _has_rings(engine: Engine) -> bool:
-    return Kind.RING in _kinds_of(engine)
+    return GroupKind.RING in _kinds_of(engine)
 
 
 def custom_logits_processors(engine: Engine) -> list[type]:

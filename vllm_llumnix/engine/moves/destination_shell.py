@@ -7,6 +7,7 @@ answer again. Nothing of a request is visible to the engine's scheduler before t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from llumlet.contract.types import (
 )
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
+from llumlet.protocol.effects import Admit
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
 from llumlet.protocol.events import Call
 from llumlet.protocol.ids import MigrationId
@@ -35,11 +37,10 @@ from vllm_llumnix.engine.blocks.block_rows import BlockRows
 from vllm_llumnix.engine.compatibility.way import why_request_not_portable
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.engine_port import EnginePort
-from vllm_llumnix.engine.moves.destination_admission import Admission
 from vllm_llumnix.engine.moves.destination_blocks import DestinationBlocks
 from vllm_llumnix.engine.moves.shell import Callers, Shell, settle_response
 from vllm_llumnix.engine.requests.builder import RequestBuilder
-from vllm_llumnix.engine.requests.request_state import Residence
+from vllm_llumnix.engine.requests.request_state import Residence, repeat_from
 from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.errors import TransportError
 
@@ -316,3 +317,56 @@ class DestinationShell(Shell[Destination]):
         if name == "lease":
             self._lease_end = time.monotonic() + seconds
         super()._set_timer(name, seconds)
+
+
+class Admission:
+    """The admission of one request: the loop begins it, or it is revoked, whichever comes first."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._loop: EnginePort = context.loop
+        self._relay = context.relay
+        self._forwarding = context.forwarding
+        self._lock = threading.Lock()
+        self._decided = False
+
+    def revoke(self) -> bool:
+        """Revokes the admission. Returns True if that was in time: then the request is not admitted. Any thread."""
+        return self._decide()
+
+    async def run(self, request: Request, residence: Residence, under: Admit, cached_tokens: int) -> None:
+        """Returns when the scheduler has the request. `cached_tokens`: its leading tokens of which the prefix cache
+        here held the KV.
+
+        Raises Refused, and then nothing of it is here.
+        """
+        assert residence.origin is not None
+        # Of a prompt that the source has begun, the prefix cache here may hold more: nothing writes shared blocks.
+        computed_tokens = max(under.computed_tokens, cached_tokens) if under.computed_tokens else 0
+        residence.epoch, residence.last_hop = under.epoch, under.epoch.hop
+        residence.base = residence.next_index = residence.num_earlier + under.base
+        residence.repeat = repeat_from(request)
+        residence.handover_open = residence.admitting = True
+        try:
+            request.client_index = self._relay.client_index(residence.origin)
+            self._relay.welcome(request.request_id, residence)
+            await self._loop.call(self._admit, request, computed_tokens)
+        except MigrationError:
+            self._relay.farewell(request.request_id, residence)
+            raise
+        residence.admitting = False
+        self._forwarding.came_back(request.request_id)
+        if residence.num_parts:
+            # What has come for it meanwhile was dropped, and is sent to who has it.
+            self._relay.beat(residence.origin)
+
+    def _admit(self, request: Request, computed_tokens: int) -> None:
+        """Loop thread."""
+        if not self._decide():
+            raise Refused(Reason.BARRED, "revoked")
+        self._loop.admit(request, computed_tokens)
+
+    def _decide(self) -> bool:
+        """True for the first caller only."""
+        with self._lock:
+            first, self._decided = not self._decided, True
+            return first

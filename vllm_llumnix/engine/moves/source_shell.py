@@ -31,7 +31,7 @@ from llumlet.protocol.move.plan import Method, Plan
 from llumlet.protocol.move.source import Source, State
 from vllm_llumnix import faults
 from vllm_llumnix.engine.blocks.block_rows import NULL_ID
-from vllm_llumnix.engine.blocks.movers import Grant
+from vllm_llumnix.engine.blocks.movers import MoveGrant
 from vllm_llumnix.engine.blocks.reblocking import rows_of_move
 from vllm_llumnix.engine.compatibility.way import Way
 from vllm_llumnix.engine.context import EngineContext
@@ -90,7 +90,7 @@ class SourceShell(Shell[Source]):
         self._report = SourceReport(self.migration_id, self.leaving, way, report)
         self._insists = way.insists
         self._on_end = on_end
-        self._grant = Grant(context.movers)
+        self._grant = MoveGrant(context.movers)
         self._seen = self.machine.state
         self._frontier: Frontier | None = None
         self._frozen: FrozenRequest | None = None

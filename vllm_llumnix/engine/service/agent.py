@@ -29,7 +29,7 @@ from llumlet.protocol.errors import MigrationError, Reason, Refused
 from llumlet.protocol.recovery.claim import LEASE_SECONDS
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
-from vllm_llumnix.engine.blocks.movers import Grant, Movers
+from vllm_llumnix.engine.blocks.movers import MoveGrant, Movers
 from vllm_llumnix.engine.compatibility.identity import EngineIdentity
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.engine_port import CallOff
@@ -229,7 +229,7 @@ class LlumletAgent:
                 raise Refused(Reason.NOT_PORTABLE, identity.kv_stays)
             claimed = self.claims.take(request.request_id, epoch_of(request.epoch))
         self.context.relay.farewell(request.request_id)
-        grant = Grant(self.context.movers)
+        grant = MoveGrant(self.context.movers)
         self._tasks.spawn(_grant_for_claim(grant, claimed.block_ids))
         return types.ClaimResponse(
             claim_id=claimed.claim_id,
@@ -287,7 +287,7 @@ class LlumletAgent:
         return *self.departures.records.since(since), counts
 
 
-async def _grant_for_claim(grant: Grant, block_ids: list[int]) -> None:
+async def _grant_for_claim(grant: MoveGrant, block_ids: list[int]) -> None:
     """Grants blocks of a claimed request. `EndClaim` answers whether they were the request's all the time."""
     with contextlib.suppress(TransportError):
         await grant.add(block_ids)

@@ -40,7 +40,7 @@ import torch
 
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.kv.kernels import native, reference, trial
-from vllm_llumnix.kv.kernels.plan import BlockCopy, BlockIds, Chunk, Uploaded, in_chunks, planned
+from vllm_llumnix.kv.kernels.plan import BlockIds, Chunk, PlannedCopy, Uploaded, in_chunks, planned
 from vllm_llumnix.kv.memory.layout import BlockLayout
 
 __all__ = ["Backend", "Choice", "Chunk", "Uploaded", "gather", "in_chunks", "obstacle", "scatter", "settle", "why_not"]
@@ -134,7 +134,7 @@ def obstacle(backend: Backend, device: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _copy(copy: BlockCopy, backend: Backend, num_threads: int, max_sms: int) -> int:
+def _copy(copy: PlannedCopy, backend: Backend, num_threads: int, max_sms: int) -> int:
     if num_threads < 1 or max_sms < 1:
         raise ValueError(f"{num_threads} threads, {max_sms} SMs: at least one of each is needed")
     device = copy.storage.device.type
@@ -149,7 +149,7 @@ def _copy(copy: BlockCopy, backend: Backend, num_threads: int, max_sms: int) -> 
     return copy.num_bytes
 
 
-def _carry(backend: Backend, num_threads: int, max_sms: int, copy: BlockCopy) -> None:
+def _carry(backend: Backend, num_threads: int, max_sms: int, copy: PlannedCopy) -> None:
     match backend:
         case "cpp":
             native.copy_blocks_cpu(copy, num_threads)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from vllm_llumnix.kv.kernels.plan import BlockCopy, table_on
+from vllm_llumnix.kv.kernels.plan import PlannedCopy, table_on
 
 DIRECTORY = Path(__file__).parent
 SCATTER_STREAMING_FROM = 4096
@@ -26,7 +26,7 @@ Entry: TypeAlias = Callable[..., int]
 
 
 class _BlockCopy(ctypes.Structure):
-    """`struct BlockCopy` of csrc/block_pages.h."""
+    """`struct PlannedCopy` of csrc/block_pages.h."""
 
     _fields_ = [
         ("storage", ctypes.c_void_p),
@@ -41,7 +41,7 @@ class _BlockCopy(ctypes.Structure):
     ]
 
 
-def arguments(copy: BlockCopy, regions: int, ids: int) -> ctypes.Structure:
+def arguments(copy: PlannedCopy, regions: int, ids: int) -> ctypes.Structure:
     """The copy, with the addresses of its table and ids where the kernel can read them."""
     return _BlockCopy(
         storage=copy.storage.data_ptr(),
@@ -68,7 +68,7 @@ def cuda() -> Entry | str:
     return _entry("_cuda.so", "llumnix_copy_blocks_cuda_1", [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p])
 
 
-def copy_blocks_cpu(copy: BlockCopy, num_threads: int) -> None:
+def copy_blocks_cpu(copy: PlannedCopy, num_threads: int) -> None:
     entry = cpu()
     assert not isinstance(entry, str)
     table, ids = copy.table, copy.ids
@@ -76,7 +76,7 @@ def copy_blocks_cpu(copy: BlockCopy, num_threads: int) -> None:
     entry(ctypes.byref(arguments(copy, table.ctypes.data, ids.ctypes.data)), num_threads, streaming_from)
 
 
-def copy_blocks_cuda(copy: BlockCopy, max_sms: int) -> None:
+def copy_blocks_cuda(copy: PlannedCopy, max_sms: int) -> None:
     entry = cuda()
     assert not isinstance(entry, str)
     device = copy.storage.device

@@ -67,7 +67,7 @@ def in_chunks(layout: BlockLayout, ids: Uploaded | Sequence[int], max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCopy:
+class PlannedCopy:
     """Blocks `ids` of `storage`, to or from the first `num_bytes` bytes of `buffer`.
 
     Both are 1-D and uint8 on one device, and do not overlap. All ids are within the layout, all pages within the
@@ -173,7 +173,7 @@ def on_device(words: Ids, device: torch.device) -> torch.Tensor:
 
 def planned(
     storage: torch.Tensor, layout: BlockLayout, block_ids: BlockIds, buffer: torch.Tensor, *, to_buffer: bool
-) -> BlockCopy:
+) -> PlannedCopy:
     """The copy, or ValueError with what is wrong with it."""
     if storage.device != buffer.device:
         raise ValueError(f"the storage is on {storage.device}, the buffer on {buffer.device}")
@@ -192,7 +192,7 @@ def planned(
             raise ValueError("a block that is written is named twice")
         if not _pages_are_disjoint(layout):
             raise ValueError("pages of the layout overlap")
-    copy = BlockCopy(storage, buffer, layout, ids, to_buffer, uploaded)
+    copy = PlannedCopy(storage, buffer, layout, ids, to_buffer, uploaded)
     if buffer.numel() < copy.num_bytes:
         raise ValueError(f"a buffer of {buffer.numel()} bytes for {copy.num_bytes}")
     if _overlap(storage, buffer):

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from vllm_llumnix.kv.kernels.plan import BlockCopy
+from vllm_llumnix.kv.kernels.plan import PlannedCopy
 
 
-def copy_blocks(copy: BlockCopy) -> None:
+def copy_blocks(copy: PlannedCopy) -> None:
     ids = copy.ids_there
     packed = copy.buffer[: copy.num_bytes].view(len(copy.ids), copy.layout.bytes_per_block)
     first = 0

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from vllm_llumnix.kv.kernels import reference
-from vllm_llumnix.kv.kernels.plan import BlockCopy, alignment_of, planned
+from vllm_llumnix.kv.kernels.plan import PlannedCopy, alignment_of, planned
 from vllm_llumnix.kv.memory.layout import BlockLayout, TensorRegion
 
 NUM_BLOCKS: Final = 2
@@ -28,7 +28,7 @@ TRIALS: Final = ((1, 0), (1,))
 _ALIGNMENT: Final = 16
 """Bytes: kernels are compiled for the power of two up to it that divides all addresses."""
 
-Carry = Callable[[BlockCopy], None]
+Carry = Callable[[PlannedCopy], None]
 
 
 def why_not(carry: Carry, layout: BlockLayout, device: torch.device) -> str | None:

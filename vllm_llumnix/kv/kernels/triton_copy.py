@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_llumnix.kv.kernels.plan import BlockCopy, table_on
+from vllm_llumnix.kv.kernels.plan import PlannedCopy, table_on
 
 CHUNK_BYTES = 32 * 1024
 """Bytes that a program has in flight at once."""
@@ -68,7 +68,7 @@ def _copy_pages(  # type: ignore[no-untyped-def]
                 tl.store(storage + stored + start + lanes, words, mask=inside)
 
 
-def copy_blocks(copy: BlockCopy, max_sms: int) -> None:
+def copy_blocks(copy: PlannedCopy, max_sms: int) -> None:
     alignment = copy.alignment
     width = min(8, alignment)
     _copy_pages[(min(max_sms, copy.num_pages),)](

@@ -3,8 +3,8 @@
 
 The source gathers blocks into a staging buffer and says over the block server's connection where it lies and what its
 seal is; the network brings the buffer here; if the seal is right, its blocks are scattered into our KV memory. Several
-buffers are under way at a time, each in another of these phases. What is the same for every such network is here; what
-is Mooncake's is in `mooncake`, what is NIXL's in `nixl`.
+buffers are under way at a time, each in another of these phases. Everything that networks
+share is here; `networks.mooncake` and `networks.nixl` have the rest.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterator
 from typing import Final, Protocol
 
 import torch
 
-from vllm_llumnix.errors import TransferFailed
+from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.memory.block_memory import BlockMemory, Blocks
 from vllm_llumnix.kv.memory.layout import WHOLE, Cuts, require_pairs, require_same_pages
 from vllm_llumnix.kv.mover.messages import DEPTH, NetworkName, PeerMemory, Pull, StageRequest, decode_stage_answer
@@ -27,7 +28,6 @@ from vllm_llumnix.kv.networks.seal import new_key, sealer
 from vllm_llumnix.kv.networks.staging import Slot, StagingArea
 from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_served, send
-from vllm_llumnix.kv.transport.obstacles import Obstacles
 
 STUCK_SECONDS: Final = 1.0
 """A read that takes so long speaks against the network, however its pull ends."""
@@ -295,3 +295,35 @@ class _Reading:
 
 def _is_over(read: Read) -> bool:
     return read.poll() is not None
+
+
+REMEMBERED_SECONDS: Final = 60.0
+"""Seconds for which an answer counts: peers' Mooncake logs every connection on which it is asked nothing."""
+MAX_PLACES: Final = 256
+
+
+class Obstacles:
+    """Thread-safe. A place is what a peer is called in the network."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, tuple[float, str | None]] = OrderedDict()
+
+    def require_none(self, place: str, look: Callable[[], str | None]) -> None:
+        """`look` tries, if nobody has lately. Raises TransportUnavailable."""
+        with self._lock:
+            until, obstacle = self._known.get(place, (0.0, None))
+        if self._clock() >= until:
+            obstacle = look()
+            self.remember(place, obstacle)
+        if obstacle is not None:
+            raise TransportUnavailable(obstacle)
+
+    def remember(self, place: str, obstacle: str | None) -> None:
+        """Remembers for some time why it cannot be read; None: it can."""
+        with self._lock:
+            self._known[place] = (self._clock() + REMEMBERED_SECONDS, obstacle)
+            self._known.move_to_end(place)
+            if len(self._known) > MAX_PLACES:
+                self._known.popitem(last=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Final
 
 from aiohttp import web
@@ -137,4 +138,4 @@ class Tried:
         if wait_s is None:
             self._services.metrics.unbudgeted.inc()
             return None
-        return wait_s + backoff_s(self._num_attempts)
+        return wait_s + backoff_s(self._num_attempts, random.random())

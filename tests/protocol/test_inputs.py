@@ -16,8 +16,7 @@ from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.origin.gate import Arrival, Gate
 from llumlet.protocol.origin.inputs import SendPart
 from llumlet.protocol.origin.origin import Deliver, Fail, OriginEffect, Send
-from llumlet.protocol.origin.parts import Input
-from llumlet.protocol.origin.streams import Part, Stream
+from llumlet.protocol.origin.streams import Input, Part, Stream
 from tests.protocol.test_origin import Bench, Output
 
 STOPPED = 0

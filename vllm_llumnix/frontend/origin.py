@@ -25,8 +25,7 @@ from llumlet.protocol.origin import replay_words as words
 from llumlet.protocol.origin.inputs import SendPart
 from llumlet.protocol.origin.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
 from llumlet.protocol.origin.owners import Owner
-from llumlet.protocol.origin.parts import Input
-from llumlet.protocol.origin.streams import Part, Stream
+from llumlet.protocol.origin.streams import Input, Part, Stream
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
 from vllm_llumnix.frontend import endings

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from llumlet.protocol.origin.owners import Owner
-from llumlet.protocol.origin.parts import Input
-from llumlet.protocol.origin.streams import Stream, Streams
+from llumlet.protocol.origin.streams import Input, Stream, Streams
 
 
 class SendPart(msgspec.Struct, frozen=True):

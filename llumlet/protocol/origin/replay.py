@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting a stream's request again on another engine, from what its client has received: one machine per replay.
+"""Starts a stream's request again on another engine, from what its client has received: one machine per replay.
 
-The safety net under everything else: whatever became of the owner, the origin has the request and the delivered tokens.
-Everybody who had the request is barred before a replay begins. Each attempt has an epoch of its own, so that one whose
-answer was lost cannot own the request beside a later one.
+Whatever became of the owner, the origin has the request and the delivered tokens. All former owners are barred before a
+replay begins. Each attempt has an epoch of its own, so that an attempt whose answer was lost cannot own the request
+beside a later one.
 
-All streams of a dead engine come here at once. `placement` spreads them, and lets a few at a time go to each
-engine: an attempt's time begins with its place. An engine that is at it shows that on the relay; it may take as long as
-a grammar does. What is given up is called off. A suspect waits for its turn to be tried (`suspects`).
+All streams of a dead engine are replayed at once. `placement` spreads them and lets a few at a time go to each engine:
+an attempt's time begins with its place. An engine at work on an attempt shows that on the relay, and may take as long
+as a grammar does. An attempt that is given up is called off. A suspect waits for its turn to be tried (`suspects`).
 
-    WAITING       for its turn, which comes at once for who is no suspect
-    COMPARING     a few engines say how much of it they have cached, for computing it again is what a replay costs
-    PLACING       for its place among those on their way to the engine that was chosen
-    IDENTIFYING   whose record will tell, should the trial be the end of the engine before it can answer
+    WAITING       for the request's turn, which comes at once if it is not suspected
+    COMPARING     a few engines say how much of it they have cached: computing the rest is the cost of a replay
+    PLACING       waiting for a place among the requests on their way to the chosen engine
+    IDENTIFYING   asking the engine for its id, to find its crash record if it dies before it answers
     ASKING        an attempt is under way
-    LOOKING       it broke off: is the engine's process gone?
-    RESTING       nobody took it; all are asked again in a moment
+    LOOKING       the attempt broke off: is the engine's process gone?
+    RESTING       no engine took the request; all are asked again in a moment
     TAKEN, GIVEN_UP, ENDED
     CLOSING       the client has left meanwhile; an attempt that succeeds is undone
 """
@@ -212,10 +212,6 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
     def _is_stale(self, event: w.PlaceCame) -> bool:
         return self._around.placement.is_stale(self.stream.request_id)
 
-    def _choose_again(self, event: w.PlaceCame) -> list[w.ReplayEffect]:
-        self._leave_place()
-        return self._ask_turn(event)
-
     def _is_stranger(self, event: w.PlaceCame) -> bool:
         """True if the request is on trial and its engine's id is not known."""
         owner = self._around.owners.at_llumlet(self._around.placement.address_of(self.stream.request_id))
@@ -233,7 +229,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         self.attempt += 1
 
     def _raise_term(self) -> None:
-        """The attempt before may have succeeded."""
+        """Raises the term, as the attempt before may have succeeded."""
         self._around.streams.depose(self.stream, self._around.now)
 
     def _identify(self, event: w.PlaceCame) -> list[w.ReplayEffect]:
@@ -242,8 +238,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
 
     def _adopt_here(self, event: w.PlaceCame) -> list[w.ReplayEffect]:
         self._begin_attempt()
-        owner = self._around.owners.at_llumlet(self._address)
-        return self._adopt(owner)
+        return self._adopt(self._around.owners.at_llumlet(self._address))
 
     def _adopt_at(self, event: w.Identified) -> list[w.ReplayEffect]:
         return self._adopt(Owner(event.instance, event.incarnation, identity=b"", llumlet=self._address))
@@ -251,7 +246,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
     def _adopt(self, owner: Owner | None) -> list[w.ReplayEffect]:
         around, stream = self._around, self.stream
         if self._trial_tokens:
-            # Should the answer never come, this is whose last steps tell why.
+            # If the answer never comes, the last steps of this engine tell why.
             around.suspects.sent(stream.request_id, owner, len(stream.delivered))
         self._asked_at, self._forgiven, self._epoch = around.now, 0.0, stream.epoch
         adopt = w.Adopt(
@@ -269,7 +264,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return [adopt, SetTimer(WATCH, WATCH_SECONDS)]
 
     def _why_silent(self) -> str:
-        """Why the answer is not waited for any more; empty while it is."""
+        """The reason to wait no longer for the answer; empty while the replay waits."""
         around = self._around
         owner = around.owners.at_llumlet(self._address)
         if owner is not None and owner.health is Health.HUNG and owner.last_heard > self._asked_at:
@@ -280,7 +275,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return f"nothing heard of it for {silent:.1f} s" if silent > CALL_SECONDS else ""
 
     def forgive(self, seconds: float, now: float) -> None:
-        """For so long nothing could be heard of the engine that was asked."""
+        """Excuses a time in which nothing could be heard of the asked engine."""
         self._forgiven = min(now - self._asked_at, self._forgiven + seconds)
 
     def _is_silent(self, event: TimerFired) -> bool:
@@ -291,10 +286,10 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return [w.CallOff(self.stream.request_id, self.attempt), w.Log(why), *self._look()]
 
     def _call_off_closed(self, event: TimerFired) -> list[w.ReplayEffect]:
-        return [w.CallOff(self.stream.request_id, self.attempt), *self._dismiss(), *self._leave_closed(event)]
+        return [w.CallOff(self.stream.request_id, self.attempt), *self._dismiss(), *self._leave(event)]
 
     def _lost_closed(self, event: w.AnswerLost) -> list[w.ReplayEffect]:
-        return [*self._dismiss(), *self._leave_closed(event)]
+        return [*self._dismiss(), *self._leave(event)]
 
     # What came of it
 
@@ -302,7 +297,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         around, stream = self._around, self.stream
         owner = around.owners.expected(event.instance, event.incarnation, self._address, around.now)
         if stream.epoch == self._epoch:
-            # Else it has moved on by now, and whoever has it has said so.
+            # Otherwise it has moved on by now, and its new owner has said so.
             stream.owned_by(owner, self._epoch, around.now)
         around.suspects.taken_by(stream.request_id, owner)
         stream.replaying = False
@@ -315,7 +310,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         self._hopeless = event.reason in HOPELESS
         if event.reason is Reason.TRANSFER_FAILED:
             self._holder = None
-        # That one trial keeps another waiting says nothing of the engine either.
+        # A trial that keeps another waiting says nothing of the engine either.
         busy_with_trial = self._trial_tokens > 0 and event.reason is Reason.DESTINATION_BUSY
         if event.reason not in OF_THE_REQUEST and not busy_with_trial:
             around.placement.shun(self._address, around.now)
@@ -376,31 +371,25 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return owner or Owner(self._address, incarnation="", identity=b"", llumlet=self._address)
 
     def _learn(self, lost: Owner | None = None, *, ends: bool = False) -> None:
-        """The request may have been there for long enough to be the end of the engine, and of itself."""
+        """Records that the request may have been there for long enough to end the engine, and so be ended itself."""
         if lost is None or not self._around.dies(self.stream, lost, ends):
             self._around.suspects.sent(self.stream.request_id, None, len(self.stream.delivered))
 
     def _dismiss(self) -> list[w.ReplayEffect]:
-        """Should it have the request after all: before the heartbeat that would show it."""
+        """Dismisses the engine in case it has the request after all, before the heartbeat that would show it."""
         owner = self._around.owners.at_llumlet(self._address)
         return [w.Dismiss(owner)] if owner is not None else []
 
-    def _next(self) -> list[w.ReplayEffect]:
+    def _next(self, event: object = None) -> list[w.ReplayEffect]:
         self._leave_place()
-        self._around.suspects.ask_turn(self.stream.request_id)
-        return []
+        return self._ask_turn(event)
 
     # The client has left
 
-    def _end(self, event: w.StreamEnded) -> list[w.ReplayEffect]:
-        self._around.suspects.step_back(self.stream.request_id)
-        self._leave_place()
-        return []
-
     def _undo(self, event: w.Adopted) -> list[w.ReplayEffect]:
-        return [w.AbortAt(self.stream.request_id, self._address), *self._leave_closed(event)]
+        return [w.AbortAt(self.stream.request_id, self._address), *self._leave(event)]
 
-    def _leave_closed(self, event: object) -> list[w.ReplayEffect]:
+    def _leave(self, event: object) -> list[w.ReplayEffect]:
         self._around.suspects.step_back(self.stream.request_id)
         self._leave_place()
         return self._stop_watching()
@@ -426,7 +415,7 @@ install(
         rows(_S.WAITING, w.TurnCame, _S.RESTING, Replay._rest),
         rows(_S.COMPARING, w.CachedKnown, _S.WAITING, Replay._learn_cached),
         rows(_S.RESTING, TimerFired, _S.WAITING, Replay._ask_turn),
-        rows(_S.PLACING, w.PlaceCame, _S.WAITING, Replay._choose_again, when=Replay._is_stale),
+        rows(_S.PLACING, w.PlaceCame, _S.WAITING, Replay._next, when=Replay._is_stale),
         rows(_S.PLACING, w.PlaceCame, _S.IDENTIFYING, Replay._identify, when=Replay._is_stranger),
         rows(_S.PLACING, w.PlaceCame, _S.ASKING, Replay._adopt_here),
         rows(_S.IDENTIFYING, w.Identified, _S.ASKING, Replay._adopt_at),
@@ -440,16 +429,13 @@ install(
         rows(_S.ASKING, TimerFired, None, [SetTimer(WATCH, WATCH_SECONDS)], when=timer(WATCH)),
         rows(_S.LOOKING, w.GoneKnown, _S.WAITING, Replay._know),
         # The client has left
-        rows(_IDLE, w.StreamEnded, _S.ENDED, Replay._end),
+        rows(_IDLE, w.StreamEnded, _S.ENDED, Replay._leave),
         rows(_CALLING, w.StreamEnded, _S.CLOSING),
         rows(_S.CLOSING, w.Adopted, _S.ENDED, Replay._undo),
         rows(_S.CLOSING, TimerFired, _S.ENDED, Replay._call_off_closed, when=Replay._is_silent),
         rows(_S.CLOSING, TimerFired, None, [SetTimer(WATCH, WATCH_SECONDS)], when=timer(WATCH)),
         rows(_S.CLOSING, w.AnswerLost, _S.ENDED, Replay._lost_closed),
-        *(
-            rows(_S.CLOSING, answer, _S.ENDED, Replay._leave_closed)
-            for answer in (w.Identified, w.AdoptRefused, w.NotSent)
-        ),
+        *(rows(_S.CLOSING, answer, _S.ENDED, Replay._leave) for answer in (w.Identified, w.AdoptRefused, w.NotSent)),
         # Answers to an attempt that was called off, or of a former replay
         *(
             rows(_IDLE, answer, None, late=True)

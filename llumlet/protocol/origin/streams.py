@@ -26,7 +26,6 @@ from llumlet.protocol.errors import RemoteProtocolError
 from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.origin.gate import Arrival, Delivery, Gate
 from llumlet.protocol.origin.owners import Owner
-from llumlet.protocol.origin.parts import Input
 
 GAP_SECONDS = 1.0
 """Time for which tokens may be missing while later ones are here."""
@@ -50,6 +49,40 @@ class HomeOutput(Protocol):
 
     @property
     def finish_reason(self) -> int | None: ...
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Input:
+    """An input that comes in parts: vLLM's streaming input. Each part is answered before the next is looked at, and the
+    end of an answer is the end of the stream only if no more input comes.
+
+    Unanswered parts are kept: the request may have left its engine, and they are then sent to the new one.
+    """
+
+    count: int = 0
+    """Number of parts that have come, without the end of the input."""
+    is_over: bool = False
+    kept: dict[int, object] = dataclasses.field(default_factory=dict)
+    """Parts by number, from the first that is not answered on."""
+
+    def add(self, part: object) -> int:
+        """Keeps the next part; returns its number."""
+        self.kept[self.count] = part
+        self.count += 1
+        return self.count - 1
+
+    def end(self) -> int:
+        self.is_over = True
+        return self.count
+
+    def answered(self, num_ends: int) -> None:
+        """Drops the first parts: so many have been answered."""
+        for number in [number for number in self.kept if number < num_ends]:
+            del self.kept[number]
+
+    def numbers_from(self, first: int) -> range:
+        """Numbers of the parts from `first` on, including the end of the input."""
+        return range(first, self.count + self.is_over)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -8,7 +8,6 @@ many waiting requests, so tokens also come with time: a share of the requests in
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Final
 
@@ -59,6 +58,6 @@ class RetryBudget:
         self._at_s = now_s
 
 
-def backoff_s(attempt: int, draw: Callable[[], float] = random.random) -> float:
-    """A pause before the next attempt, with full jitter."""
-    return draw() * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
+def backoff_s(attempt: int, drawn: float) -> float:
+    """A pause before the next attempt, with full jitter. `drawn`: a random number from 0 to 1."""
+    return drawn * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)

@@ -45,7 +45,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 def _as_often_and_as_soon_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of streams are cut here, one after the other: that no retry budget allows."""
     monkeypatch.setattr(retries, "_LEAST", 1e9)
-    monkeypatch.setattr(tried, "backoff_s", lambda attempt: 0.0)
+    monkeypatch.setattr(tried, "backoff_s", lambda attempt, drawn: 0.0)
 
 
 def _told(reply: Reply) -> dict[str, Any]:

@@ -169,7 +169,7 @@ TWICE = {"llumlet": (2, 2), "llumsched": (0, 0), "vllm_llumnix": (0, 0)}
 
 
 @pytest.mark.parametrize("package", PRODUCT)
-def test_one_word_names_one_thing_in_a_package(package: str) -> None:
+def test_names_are_unique_in_a_package(package: str) -> None:
     classes: defaultdict[str, set[str]] = defaultdict(set)
     modules: defaultdict[str, set[str]] = defaultdict(set)
     for path in sorted((ROOT / package).rglob("*.py")):

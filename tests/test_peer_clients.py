@@ -30,7 +30,7 @@ async def clients() -> AsyncIterator[PeerClients]:
     await clients.close()
 
 
-async def test_one_client_for_an_address_however_it_is_written(clients: PeerClients) -> None:
+async def test_addresses_share_a_client_in_any_spelling(clients: PeerClients) -> None:
     kept = clients.at("127.0.0.1:40001")
     assert clients.at(Address("127.0.0.1", 40001)) is kept
     assert clients.at("127.0.0.1:40002") is not kept
@@ -55,7 +55,7 @@ async def test_the_credentials_are_shown(tmp_path: Path) -> None:
         await clients.close()
 
 
-async def test_one_that_was_dropped_can_still_be_used(clients: PeerClients, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dropped_client_can_still_be_used(clients: PeerClients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_clients, "MAX_CLIENTS", 2)
     async with await serve(FakeAgent("far")) as server, clients.at(server.address) as first:
         second = clients.at("127.0.0.1:2")

@@ -34,7 +34,7 @@ def test_no_two_have_one_name(program: str) -> None:
         assert [name for name, number in Counter(names).items() if number > 1] == []
 
 
-def test_what_has_a_variable_of_its_own_shares_it() -> None:
+def test_own_variables_are_shared() -> None:
     named = {entry.setting.variable for classes in PROGRAMS.values() for entry in all_entries(classes)}
     assert named - {"", None} == SHARED_VARIABLES - {"LLUMNIX_LLUMLET", "LLUMNIX_FAULTS"}
 

@@ -144,7 +144,7 @@ def test_more_requests_than_there_is_room_for(record: StepRecord) -> None:
     assert found.anybody
 
 
-def test_who_is_on_trial_explains_the_others(record: StepRecord) -> None:
+def test_trial_explains_the_other_requests(record: StepRecord) -> None:
     record.try_out("tried")
     record.begin(batch("tried", "beside"))
     found = read(INCARNATION)
@@ -165,7 +165,7 @@ def test_an_engine_on_its_way_out(record: StepRecord) -> None:
     assert read(INCARNATION) == LastSteps(leaving=True)
 
 
-def test_what_a_killed_process_leaves(directory: Path) -> None:
+def test_killed_process_leaves_its_record(directory: Path) -> None:
     code = f"""
         import os, signal
         from pathlib import Path
@@ -220,7 +220,7 @@ def test_a_peer_names_no_file(record: StepRecord, incarnation: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 10, b"x" * 1000, b"LLXSTEP1" + b"\xff" * 24])
-def test_what_is_no_record(directory: Path, content: bytes) -> None:
+def test_invalid_record_is_unknown(directory: Path, content: bytes) -> None:
     (directory / (step_record.PREFIX + INCARNATION)).write_bytes(content)
     assert read(INCARNATION) is None
 

@@ -54,7 +54,7 @@ async def refusal(answer: Any) -> str:
     return refused.value.detail
 
 
-async def test_who_serves_what_is_told_once(path: Path) -> None:
+async def test_adapters_are_reported_once(path: Path) -> None:
     table, told = knowing(), list[list[str]]()
     table.on_change = lambda: told.append(table.names)
     for request in (named(path), named(path), named(path, 2, "other")):

@@ -46,7 +46,7 @@ class Busy:
         return self.now_s - request.arrival_time
 
 
-def test_who_waits_for_long_has_its_turn(model_dir: Path) -> None:
+def test_long_waiting_request_gets_its_turn(model_dir: Path) -> None:
     """After the time, a look and the one that runs. Without ageing it never begins."""
     busy = Busy(model_dir, AFTER_S)
     busy.turn()
@@ -56,7 +56,7 @@ def test_who_waits_for_long_has_its_turn(model_dir: Path) -> None:
     assert starving.until_begun(starving.add("patient", 5)) == float("inf")
 
 
-def test_those_who_wait_for_long_keep_their_order_and_are_counted_as_they_came(model_dir: Path) -> None:
+def test_aged_requests_keep_their_order_and_arrival_counts(model_dir: Path) -> None:
     busy = Busy(model_dir, AFTER_S)
     busy.turn()
     patient = [busy.add("batch", 9)]

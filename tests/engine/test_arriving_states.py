@@ -74,7 +74,7 @@ async def test_behind_drafts_parts_of_states_and_the_ring(arrival: Arrival) -> N
     ("block_ids", "num_accepted", "accepted_ids"),
     [([1, 2], 0, []), ([1, 2, 3], 0, [1, 2, 3]), ([1, 2, 3], 1, []), ([1, 2, 3], NUM_DRAFTS + 1, [1, 2, 3])],
 )
-def test_what_does_not_say_so_of_each_is_refused(
+def test_incomplete_description_of_states_is_refused(
     arrival: Arrival, block_ids: list[int], num_accepted: int, accepted_ids: list[int]
 ) -> None:
     with pytest.raises(Refused, match=r"states and|drafts accepted"):

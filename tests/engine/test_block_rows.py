@@ -241,7 +241,7 @@ def test_no_window_is_reserved_that_nobody_looks_at(model_dir: Path) -> None:
         ("a window computed again", 0),
     ],
 )
-def test_what_is_cached_is_not_copied(model_dir: Path, name: str, hits: int) -> None:
+def test_cached_blocks_are_not_copied(model_dir: Path, name: str, hits: int) -> None:
     """But where the window behind it is not cached, or something is left to be copied while the request is frozen."""
     source, destination = rigs(model_dir, GROUPS[name])
     destination.add("b", num_prompt=330)
@@ -258,7 +258,7 @@ def test_what_is_cached_is_not_copied(model_dir: Path, name: str, hits: int) -> 
 
 @pytest.mark.parametrize("name", ["windows", "a window beside", "compressed tokens", "windows of the output"])
 @pytest.mark.parametrize("rounds", [0, 2])
-def test_what_has_not_arrived_is_no_cache(model_dir: Path, name: str, rounds: int) -> None:
+def test_missing_blocks_do_not_become_cache(model_dir: Path, name: str, rounds: int) -> None:
     """What was in the window when it was reserved, and is not any more when it is copied, is not there."""
     for steps in range(40, 90, 7):
         source, destination = rigs(model_dir, GROUPS[name])
@@ -275,7 +275,7 @@ def test_what_has_not_arrived_is_no_cache(model_dir: Path, name: str, rounds: in
 
 
 @pytest.mark.parametrize("name", ["compressed tokens", "windows of the output", "blocks of two sizes"])
-def test_who_has_come_holds_as_much_as_it_did(model_dir: Path, name: str) -> None:
+def test_moved_request_holds_as_many_blocks_as_before(model_dir: Path, name: str) -> None:
     """Blocks of a whole row are held for who comes; nobody needs those behind its last token afterwards, nor ever those
     that a window has left behind."""
     source, destination = rigs(model_dir, GROUPS[name])
@@ -305,7 +305,7 @@ def replaying(model_dir: Path) -> tuple[Rig, Any]:
     return rig, request
 
 
-def test_who_lost_its_blocks_while_its_window_was_computed_again_waits_for_nobody(model_dir: Path) -> None:
+def test_request_that_lost_its_blocks_during_a_window_replay_waits_for_no_step(model_dir: Path) -> None:
     rig, request = replaying(model_dir)
     rig.scheduler.running.remove(request)
     rig.scheduler._preempt_request(request, 0.0)

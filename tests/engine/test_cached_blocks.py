@@ -140,7 +140,7 @@ def test_changes_that_nobody_takes_are_bounded_and_known_to_be_lost(
     assert (len(reader.names), reader.resets) == (6, 2)
 
 
-def test_nobody_listens_and_nothing_is_kept(model_dir: Path) -> None:
+def test_unwatched_cache_keeps_no_changes(model_dir: Path) -> None:
     rig = Rig(model_dir)
     reader = Reader(rig.port.cached_blocks)
     reader.read()

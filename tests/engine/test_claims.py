@@ -199,7 +199,7 @@ async def test_only_in_a_model_step(engine: Engine) -> None:
     assert refused(engine, "a") is Reason.SOURCE_BUSY
 
 
-async def test_what_cannot_be_claimed(engine: Engine) -> None:
+async def test_some_requests_cannot_be_claimed(engine: Engine) -> None:
     def ask() -> None:
         assert refused(engine, "nobody") is Reason.UNKNOWN_REQUEST
         assert refused(engine, "a", Epoch(0, 3)) is Reason.BARRED

@@ -43,7 +43,7 @@ def test_positions_that_were_computed_before(kind: dict[str, bool], caching: boo
     assert again > 100
 
 
-def test_who_comes_in_the_middle_of_a_stream_without_kv_cache(model_dir: Path) -> None:
+def test_request_moved_as_tokens_in_mid_stream_counts_as_recomputed(model_dir: Path) -> None:
     """All its tokens but the newest were computed elsewhere."""
     loop = new_loop(model_dir)
     assert loop.kvconn is not None
@@ -56,7 +56,7 @@ def test_who_comes_in_the_middle_of_a_stream_without_kv_cache(model_dir: Path) -
     assert loop.rig.port.tokens.computed > 107
 
 
-def test_who_comes_before_its_first_token_computes_nothing_again(model_dir: Path) -> None:
+def test_request_moved_before_its_first_token_counts_nothing_again(model_dir: Path) -> None:
     loop = new_loop(model_dir)
     assert loop.kvconn is not None
     request = loop.rig.request("a", num_prompt=100)

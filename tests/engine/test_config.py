@@ -104,7 +104,7 @@ def test_all_faults_are_listed_at_once() -> None:
     assert len(refusal.value.faults) == 11
 
 
-def test_what_kubernetes_tells_of_services_is_not_ours() -> None:
+def test_kubernetes_service_variables_are_ignored() -> None:
     """Of Services called `llumnix` and `llumnix-scheduler`."""
     links = {
         "LLUMNIX_SERVICE_HOST": "10.96.0.7",
@@ -187,7 +187,7 @@ def test_several_api_servers_have_time_to_drain(flags: tuple[str, ...], of_vllm:
     assert args.shutdown_timeout == expected
 
 
-def test_what_the_api_server_is_called() -> None:
+def test_served_model_names_are_kept() -> None:
     args = parse("--enable-llumlet")
     args.port, args.served_model_name = 8001, ["big", "bigger"]
     on = config.config_from_args(args, {})

@@ -160,7 +160,7 @@ def test_preempted_after_a_move(rigs: tuple[Rig, Rig]) -> None:
     assert move.new.num_output_tokens > count
 
 
-def test_what_was_preempted_elsewhere_is_loaded_as_new(model_dir: Path) -> None:
+def test_request_preempted_elsewhere_is_loaded_as_new(model_dir: Path) -> None:
     """vLLM's V1 workers know nothing of a request that is called resumed here."""
     rig = new_rig(model_dir, offloading())
     former = rig.add("a", num_prompt=PROMPT)
@@ -207,7 +207,7 @@ def test_it_does_not_come_back_too_early(model_dir: Path) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("groups", [[full()], [full(), window(2 * BLOCK_SIZE)]], ids=["full", "a window beside"])
-async def test_nobody_writes_what_is_still_offloaded(model_dir: Path, depth: int, groups: Any) -> None:
+async def test_blocks_being_offloaded_are_not_written(model_dir: Path, depth: int, groups: Any) -> None:
     """Blocks of a request that has ended are given to one that comes, while the connector is to read them yet."""
     loop = Loop(
         new_rig(model_dir, offloading(), num_blocks=7 * len(groups) + 10, groups=groups, asynchronous=depth > 1), depth

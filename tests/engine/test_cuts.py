@@ -87,7 +87,7 @@ def test_heads_find_their_worker(layouts: tuple[str, str], numbers: tuple[int, i
     assert (cache_of(destinations)[:, 3:] == untouched).all()
 
 
-def test_what_cannot_be_cut() -> None:
+def test_some_pages_cannot_be_cut() -> None:
     (whole,) = workers(1, "LBHNC")
     for index, count in [(2, 2), (-1, 2), (0, 0), (0, 3), (0, 8)]:
         with pytest.raises(ValueError, match="of pages with 4 heads"):

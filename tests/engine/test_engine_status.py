@@ -133,7 +133,7 @@ def test_shortages_and_what_is_computed_again_are_part_of_it(rig: Rig, source: S
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_the_coming_steps_do_is_told(model_dir: Path, asynchronous: bool) -> None:
+def test_status_tells_the_coming_steps(model_dir: Path, asynchronous: bool) -> None:
     """Blocks that are taken and given back, and ends, step by step, as vLLM's scheduler then makes them."""
     rig = Rig(model_dir, asynchronous=asynchronous)
     status_source = source_of(rig)
@@ -177,7 +177,7 @@ def test_moves_are_part_of_it(rig: Rig, source: StatusSource) -> None:
 
 
 @pytest.mark.parametrize("why", ["hung", "paused", "leaving"])
-def test_who_takes_no_requests_says_so(rig: Rig, source: StatusSource, why: str) -> None:
+def test_closed_engine_reports_itself_unschedulable(rig: Rig, source: StatusSource, why: str) -> None:
     if why == "hung":
         source._loop.progress.health = wire.Health.HUNG
     elif why == "paused":
@@ -189,7 +189,7 @@ def test_who_takes_no_requests_says_so(rig: Rig, source: StatusSource, why: str)
 
 
 @pytest.mark.asyncio
-async def test_what_changes_without_an_event_is_told(rig: Rig, source: StatusSource) -> None:
+async def test_status_tells_changes_without_events(rig: Rig, source: StatusSource) -> None:
     told: asyncio.Queue[int] = asyncio.Queue()
     rig.port.load.on_change = lambda: told.put_nowait(source.now().health)
     with mock.patch("vllm_llumnix.engine.service.status.WATCH_SECONDS", 0.001):

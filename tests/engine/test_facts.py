@@ -49,7 +49,7 @@ def test_another_path_is_the_same_model(model_dir: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("overrides", [{"rope_parameters": ROPE}, {"rms_norm_eps": 1e-5}])
-def test_what_no_parameter_tells(model_dir: Path, overrides: dict[str, Any]) -> None:
+def test_facts_include_more_than_parameters(model_dir: Path, overrides: dict[str, Any]) -> None:
     assert config_name(model_dir, **overrides) == config_name(model_dir, **overrides)
     assert config_name(model_dir, **overrides) != config_name(model_dir)
 
@@ -173,7 +173,7 @@ def test_blocks_of_another_size() -> None:
 
 
 @pytest.mark.parametrize("name", ACCEPTABLE)
-def test_what_is_accepted(name: str) -> None:
+def test_accepted_differences_do_not_refuse(name: str) -> None:
     """And where that decides how parameters are cut and packed, that they are so in another way; not another model."""
     ours, theirs = facts((name,)), facts((name,), **{name: "another"})
     assert ours.why_not_tokens(theirs) is None

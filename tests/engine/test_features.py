@@ -146,7 +146,7 @@ def test_tensors_arrive_as_they_were(dtype: torch.dtype) -> None:
         assert nested_tensors_equal(tensor_of(value), tensor)
 
 
-def test_what_an_engine_has_not_itself(config: VllmConfig) -> None:
+def test_engine_without_the_data_cannot_send_features(config: VllmConfig) -> None:
     _, specs = processed(config, (112, 84))
     (spec,) = specs
     address = MultiModalKwargsItem({"address": spec.data["image_grid_thw"]})
@@ -156,7 +156,7 @@ def test_what_an_engine_has_not_itself(config: VllmConfig) -> None:
     assert not is_whole([MultiModalFeatureSpec(address, "image", "i", spec.mm_position)])
 
 
-def test_what_travels_in_no_such_form(config: VllmConfig) -> None:
+def test_unsupported_features_cannot_travel(config: VllmConfig) -> None:
     _, specs = processed(config, (112, 84), (112, 84))
     assert is_plain(specs, torch.zeros(2, 2))
     assert not is_plain([specs[0], specs[0]], None), "one in another"
@@ -241,7 +241,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", HOSTILE.values(), ids=HOSTILE)
-def test_what_is_no_image_is_refused(forms: Forms, config: VllmConfig, changes: dict[str, Any]) -> None:
+def test_malformed_image_is_refused(forms: Forms, config: VllmConfig, changes: dict[str, Any]) -> None:
     assert len(arrived(state_of(), forms, config).features) == 1
     with pytest.raises(Refused) as refused:
         arrived(state_of(**changes), forms, config)

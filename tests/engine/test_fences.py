@@ -93,7 +93,7 @@ def mark(loop: Loop, blocks: list[int]) -> Callable[[], set[str]]:
 
 
 @pytest.mark.parametrize("lose", WAYS)
-async def test_what_a_mover_writes_too_early_is_written_over(lose: Callable[[Loop], None], loop: Loop) -> None:
+async def test_early_write_of_a_mover_is_overwritten(lose: Callable[[Loop], None], loop: Loop) -> None:
     """The danger is real: this is what the fence is for."""
     lose(loop)
     written_over = mark(loop, reserve(loop, everything(loop)))

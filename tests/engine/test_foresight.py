@@ -34,7 +34,7 @@ def test_states_beside_speculation() -> None:
 
 
 @pytest.mark.parametrize(("flag", "why"), [("--no-such-flag", "--no-such-flag"), ("--dtype=int3", "int3")])
-def test_what_vllm_cannot_serve(model_dir: Path, flag: str, why: str) -> None:
+def test_model_that_vllm_cannot_serve_is_reported(model_dir: Path, flag: str, why: str) -> None:
     check = doctor.model(["--model", str(model_dir), flag])
     assert check.result == "vLLM cannot build it here"
     assert why in check.problem

@@ -79,7 +79,7 @@ async def test_for_nobody(origin: str, other: dict[str, Any]) -> None:
     assert (it.given, it.ended) == ([], [])
 
 
-async def test_one_that_is_refused_ends_the_request() -> None:
+async def test_refused_part_ends_the_request() -> None:
     """Its origin would send it again and again."""
     it = Parts()
     it.parts.take(ORIGIN, part(1, b"bad"))

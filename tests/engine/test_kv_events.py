@@ -89,7 +89,7 @@ class Engine:
 
 
 @GROUPS
-async def test_what_is_believed_of_two_engines(model_dir: Path, groups: Any) -> None:
+async def test_cache_index_follows_two_engines(model_dir: Path, groups: Any) -> None:
     source, destination = (Engine(model_dir, groups, num_blocks=20 * len(groups)) for _ in range(2))
     for number in range(4):
         await destination.fill(f"before {number}", first=50 + number)

@@ -191,7 +191,7 @@ def test_the_latest_state_arrives(model_dir: Path, groups: Sequence[KVCacheSpec]
 
 
 @pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
-def test_one_that_stays_starts_over_where_workers_forget(model_dir: Path, runner_v2: bool) -> None:
+def test_staying_request_restarts_if_workers_forget_its_state(model_dir: Path, runner_v2: bool) -> None:
     """The V1 runner does, of whoever is left out of a step, as one that is frozen is."""
     rig = DraftRig(model_dir, GROUPS["kept"], False, 1, runner_v2=runner_v2)
     request = rig.add("a", num_prompt=40, max_tokens=100)

@@ -19,9 +19,7 @@ from vllm_llumnix.engine.service.listing import Listing
 
 
 @pytest.mark.parametrize(("order", "first"), [(Order.FCR, "early"), (Order.LCR, "late")])
-def test_who_has_moved_here_is_listed_by_its_arrival_as_a_rule_takes_it(
-    model_dir: Path, order: Order, first: str
-) -> None:
+def test_moved_request_is_listed_by_its_arrival(model_dir: Path, order: Order, first: str) -> None:
     loop = new_loop(model_dir)
     for name in ("early", "late"):
         loop.rig.add(name)

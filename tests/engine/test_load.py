@@ -115,7 +115,7 @@ def test_life_of_a_request(rig: Rig) -> None:
     assert set(lengths) == {601, 602}
 
 
-def test_who_ran_and_is_gone_is_counted_with_its_tokens(rig: Rig) -> None:
+def test_ended_request_is_counted_with_its_tokens(rig: Rig) -> None:
     """One that only waited had nothing to give back."""
     rig.add("a", num_prompt=60, max_tokens=3)
     for number in range(4):
@@ -148,7 +148,7 @@ def test_urgent_requests_are_counted_where_they_are_and_the_first_of_the_queue_w
     assert assert_right(rig, frozenset("b")).num_urgent == 1
 
 
-def test_who_is_on_the_way_to_an_empty_queue_needs_its_room(rig: Rig) -> None:
+def test_request_on_its_way_to_an_empty_queue_needs_room(rig: Rig) -> None:
     request = rig.request("a", num_prompt=100)
     rig.port.load.received(request)
     assert rig.port.load.snapshot().first_waiting_tokens == 100
@@ -248,7 +248,7 @@ def test_preempted_waits_again(model_dir: Path) -> None:
     assert_right(rig)
 
 
-def test_who_is_about_to_leave_is_no_decode_load(rig: Rig) -> None:
+def test_leaving_request_is_no_decode_load(rig: Rig) -> None:
     for name in "ab":
         rig.add(name, first=ord(name) - 90)
     rig.turns(5)
@@ -325,7 +325,7 @@ def test_a_step_that_ends_requests_is_seen_whole(rig: Rig) -> None:
     assert all(each.running_to_decode_tokens >= 40 * each.running_to_decode for each in seen)
 
 
-def test_what_changes_just_when_a_step_has_been_gone_through_is_told() -> None:
+def test_change_right_after_a_step_is_reported() -> None:
     class Racing(LoadCounters):
         """The step is over as soon as somebody outside of the lock has seen that it is not."""
 

@@ -71,7 +71,7 @@ def test_a_long_prefill_is_no_hang(progress: Progress, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("tokens", [8, 512])
-def test_one_stall_changes_little(clock: Clock, tokens: int) -> None:
+def test_single_stall_changes_the_limit_little(clock: Clock, tokens: int) -> None:
     """A stopped process, a hang that was survived: it says nothing of what the next step takes."""
 
     def limits_after(*steps: tuple[int, float]) -> list[float]:
@@ -135,7 +135,7 @@ def test_a_call_that_fails(progress: Progress) -> None:
     assert progress.busy_with == ""
 
 
-def test_what_a_batch_took_beside_a_call_is_not_believed(progress: Progress, clock: Clock) -> None:
+def test_step_beside_a_utility_call_is_not_measured(progress: Progress, clock: Clock) -> None:
     for _ in range(50):
         turn(progress, clock, 1000, 0.5)
     progress.execute("beside", 1000)

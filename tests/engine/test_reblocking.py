@@ -149,7 +149,7 @@ def test_where_nothing_can_be_copied(ours: BlockRows, theirs: int) -> None:
     assert rows_between(copy.copy(ours), theirs) is None
 
 
-def test_what_a_destination_says_is_looked_at() -> None:
+def test_destination_s_rows_are_validated() -> None:
     ours = rows(16)
     assert rows_of_move(ours, 0) is rows_of_move(ours, 16) is ours
     assert rows_of_move(ours, 48).size == 48

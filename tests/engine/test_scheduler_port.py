@@ -223,7 +223,7 @@ def turns_until_it_starts(rig: Rig, newcomers: bool) -> int:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_who_waits_for_blocks_is_passed_by_nobody(asynchronous: bool, model_dir: Path) -> None:
+def test_request_waiting_for_blocks_is_not_overtaken(asynchronous: bool, model_dir: Path) -> None:
     alone, among_newcomers = (
         turns_until_it_starts(Rig(model_dir, asynchronous=asynchronous, num_blocks=41), newcomers)
         for newcomers in (False, True)

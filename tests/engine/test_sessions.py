@@ -206,7 +206,7 @@ def test_it_moves_between_two_parts_only(rigs: tuple[Rig, Rig]) -> None:
     assert session.num_output_tokens > 5
 
 
-def test_one_that_would_come_without_its_kv_cache_is_refused(rigs: tuple[Rig, Rig]) -> None:
+def test_session_without_its_kv_cache_is_refused(rigs: tuple[Rig, Rig]) -> None:
     _, destination = rigs
     new = part_of(destination, 0)
     new.append_output_token_ids([5, 6])

@@ -87,7 +87,7 @@ def pressed(request: pytest.FixtureRequest, model_dir: Path) -> Pressed:
     return Pressed(model_dir, **request.param)
 
 
-def test_who_lacks_a_block_waits_for_a_move_and_others_go_on(pressed: Pressed) -> None:
+def test_request_without_a_block_waits_for_a_move(pressed: Pressed) -> None:
     pressed.until_short()
     first, second, victim = pressed.requests
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_who_lacks_a_block_waits_for_a_move_and_others_go_on(pressed: Pressed) -
     assert pressed.changes == 2, "its beginning and its end are told at once"
 
 
-def test_nobody_waits_for_longer_than_a_preemption_costs(pressed: Pressed) -> None:
+def test_shortage_waits_no_longer_than_a_preemption_costs(pressed: Pressed) -> None:
     pressed.until_short()
     pressed.turn(moving=True)
     pressed.now_s += HOLD_SECONDS - 0.01
@@ -129,7 +129,7 @@ def test_a_move_that_fails_is_not_waited_for(pressed: Pressed) -> None:
     assert pressed.shortage.num_averted == 0
 
 
-def test_who_asks_is_given_some_time_for_an_answer(pressed: Pressed) -> None:
+def test_shortage_waits_a_while_for_an_answer(pressed: Pressed) -> None:
     pressed.until_short()
     pressed.shortage.asks = True
     for _ in range(3):
@@ -140,7 +140,7 @@ def test_who_asks_is_given_some_time_for_an_answer(pressed: Pressed) -> None:
     assert pressed.num_preemptions == 1
 
 
-def test_who_was_not_heard_does_not_wait_for_an_answer_the_next_time(pressed: Pressed) -> None:
+def test_unanswered_shortage_does_not_wait_next_time(pressed: Pressed) -> None:
     shortage = pressed.shortage
     shortage.asks = True
     pressed.until_short()

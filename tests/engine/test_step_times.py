@@ -36,7 +36,7 @@ def batch(drafts: tuple[str, ...] = (), **requests: tuple[int, int]) -> Any:
         (batch(a=(20, 4), b=(9, 1), drafts=("a",)), (0, 0, 2, 24 + 10)),
     ],
 )
-def test_what_a_batch_computes(step: Any, said: tuple[int, ...]) -> None:
+def test_batch_tells_its_computed_tokens(step: Any, said: tuple[int, ...]) -> None:
     sample = sample_of(step)
     assert (sample.prefill_tokens, sample.pairs, sample.num_decodes, sample.decode_kv) == said
 

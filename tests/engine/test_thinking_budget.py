@@ -85,7 +85,7 @@ def test_others_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("output", "num_drafts"), [([9, 1, -1], 0), ([9, 1, 2], 3)], ids=["in flight", "drafts"])
-def test_what_cannot_be_told(output: list[int], num_drafts: int) -> None:
+def test_some_budgets_cannot_be_followed(output: list[int], num_drafts: int) -> None:
     """As vLLM leaves it."""
     stock = enters(holder([9], [8], num_drafts=num_drafts, mended=False), [7], output, 2)
     assert enters(holder([9], [8], num_drafts=num_drafts), [7], output, 2) == stock

@@ -40,7 +40,7 @@ def names(*request_ids: str) -> frozenset[bytes]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_is_in_flight_is_under_way(depth: int, model_dir: Path, record: StepRecord) -> None:
+def test_steps_in_flight_are_under_way(depth: int, model_dir: Path, record: StepRecord) -> None:
     """While a step is computed, everybody in it is written down, and in all that were given to the model behind it."""
     loop = new_loop(model_dir, depth, record=record)
     seen: list[tuple[set[str], LastSteps]] = []
@@ -95,7 +95,7 @@ def test_an_engine_that_leaves_says_so(model_dir: Path, record: StepRecord) -> N
     assert last_steps().leaving
 
 
-def test_one_is_on_trial_until_it_has_survived(model_dir: Path, record: StepRecord) -> None:
+def test_trial_lasts_until_it_is_survived(model_dir: Path, record: StepRecord) -> None:
     loop = new_loop(model_dir, record=record)
     trials: Trials = loop.kvconn.trials
     tried, other = loop.rig.add("tried"), loop.rig.request("other")

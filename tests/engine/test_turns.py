@@ -32,7 +32,7 @@ def names(rig: Rig) -> str:
 
 
 @pytest.mark.parametrize(("at", "order"), [(0.5, "xabc"), (1.5, "axbc"), (2.0, "abxc"), (3.5, "abcx")])
-def test_who_waits_goes_on_waiting_where_it_would_be(rig: Rig, at: float, order: str) -> None:
+def test_waiting_request_keeps_its_place_after_a_move(rig: Rig, at: float, order: str) -> None:
     for name, earlier in zip("abc", (1.0, 2.0, 3.0), strict=True):
         rig.scheduler.add_request(arrived(rig, name, earlier))
     coming = arrived(rig, "x", at)
@@ -50,7 +50,7 @@ def test_a_stream_goes_on_before_others_begin(rig: Rig) -> None:
     assert names(rig) == "yxab"
 
 
-def test_who_was_preempted_elsewhere_and_waited_there_goes_last(rig: Rig) -> None:
+def test_request_preempted_elsewhere_goes_last(rig: Rig) -> None:
     """It is long, and found no room: first here, and without room again, it would hold up who has some."""
     for name, at in (("a", 1.0), ("b", 2.0)):
         rig.scheduler.add_request(arrived(rig, name, at))
@@ -60,7 +60,7 @@ def test_who_was_preempted_elsewhere_and_waited_there_goes_last(rig: Rig) -> Non
     assert names(rig) == "abx"
 
 
-def test_nobody_new_goes_before_who_was_preempted(rig: Rig) -> None:
+def test_preempted_request_precedes_new_ones(rig: Rig) -> None:
     """vLLM puts it at the head, whatever its age."""
     preempted = rig.add("p")
     rig.turns(3)

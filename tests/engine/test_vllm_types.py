@@ -65,7 +65,7 @@ def test_connectors() -> None:
     assert not missing(vllm_types.Connector, MultiConnector)
 
 
-def test_what_is_missing_is_found() -> None:
+def test_missing_attributes_are_found() -> None:
     class Asked(vllm_types.Executor, Protocol):
         no_such: int
 

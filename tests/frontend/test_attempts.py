@@ -61,5 +61,5 @@ def test_only_the_client_makes_a_request_urgent(first: int, later: int, taken: i
     assert (served.priority_of(first), served.priority_of(later)) == (first, taken)
 
 
-def test_what_a_gateway_says_is_what_is_read() -> None:
+def test_attempt_header_is_read_as_written() -> None:
     assert [deaths_before(attempt_after(number)) for number in range(MAX_DEATHS)] == list(range(MAX_DEATHS))

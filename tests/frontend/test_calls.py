@@ -98,7 +98,7 @@ def adopt(address: str, seconds: float = 10.0) -> tuple[words.Adopt, ClientStrea
     return effect, stream
 
 
-async def test_who_is_there(caller: Caller, server: RunningServer) -> None:
+async def test_identity_of_the_listener_is_told(caller: Caller, server: RunningServer) -> None:
     assert await caller.identify(str(server.address)) == words.Identified("there", "i-1")
 
 
@@ -149,7 +149,7 @@ async def test_an_address_that_is_not_to_be_called(caller: Caller) -> None:
     assert refusal.reason is Reason.ADDRESS_REFUSED
 
 
-async def test_what_is_no_address_is_an_answer_that_is_lost(caller: Caller) -> None:
+async def test_invalid_address_counts_as_no_answer(caller: Caller) -> None:
     assert await caller.identify("nowhere") == words.AnswerLost(broken=False)
 
 
@@ -163,9 +163,7 @@ async def test_the_state_of_the_request_is_what_was_delivered(
     assert (state.output_token_ids, state.origin) == ([10, 11], RELAY)
 
 
-async def test_nobody_waits_for_an_attempt_that_was_called_off(
-    caller: Caller, server: RunningServer, agent: FakeAgent
-) -> None:
+async def test_called_off_attempt_is_not_awaited(caller: Caller, server: RunningServer, agent: FakeAgent) -> None:
     agent.delays["adopt"] = 60.0
     effect, stream = adopt(str(server.address))
     caller.calls.adopt(effect, stream.request)
@@ -193,7 +191,7 @@ def ask_cached(caller: Caller, *addresses: str, seconds: float = 30.0, **changes
     caller.calls.ask_cached(effect, stream.request)
 
 
-async def test_what_engines_have_cached(caller: Caller, server: RunningServer, agent: FakeAgent) -> None:
+async def test_cached_tokens_of_engines_are_collected(caller: Caller, server: RunningServer, agent: FakeAgent) -> None:
     """By names of the prompt and of what was delivered, in whole blocks; who cannot answer has nothing."""
     agent.num_cached = 48
     other = FakeAgent("other")
@@ -218,7 +216,7 @@ async def test_salt_and_adapter_are_in_the_names(caller: Caller, server: Running
     assert asked.blocks == b"".join(name.to_bytes(HASH_BYTES, "little") for name in masked)
 
 
-async def test_who_does_not_say_in_time_what_it_has_cached_is_not_waited_for(
+async def test_late_answer_about_cached_tokens_is_not_awaited(
     caller: Caller, server: RunningServer, agent: FakeAgent
 ) -> None:
     agent.delays["cached_prefix"] = 60.0

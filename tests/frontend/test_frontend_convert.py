@@ -121,7 +121,7 @@ def masks_of(output: EngineCoreOutput) -> list[list[int]] | None:
 
 
 @pytest.mark.parametrize(("skip", "count"), [(0, 3), (1, 2), (2, 1), (0, 2), (1, 1), (0, 1)])
-def test_what_tokens_are_drawn_from_goes_with_them(skip: int, count: int) -> None:
+def test_sampling_masks_travel_with_tokens(skip: int, count: int) -> None:
     """In vLLM's form: of one position without offsets."""
     ids = np.array([3, 5, 9, 6, 7, 8], dtype=np.int32)
     sent = output("r", 5, 6, 7, new_sampling_mask=SamplingMaskLists(ids, np.array([0, 3, 4, 6])))

@@ -39,7 +39,7 @@ def test_new_work_is_refused_in_a_sentence(server: TestClient) -> None:
     assert server.get("/health").status_code == 503
 
 
-def test_what_ends_work_or_only_looks_is_not_refused(server: TestClient) -> None:
+def test_drain_lets_aborts_and_reads_pass(server: TestClient) -> None:
     drain.refusing.set()
     assert server.post("/v1/responses/7/cancel").status_code == 200
     assert server.get("/metrics").status_code == 200

@@ -42,7 +42,7 @@ def test_why(serving: GenerateBaseServing, request_id: str, external_id: str) ->
         serving._raise_if_error("error", request_id)
 
 
-def test_nobody_sends_it_again(serving: GenerateBaseServing) -> None:
+def test_ended_request_is_not_sent_again(serving: GenerateBaseServing) -> None:
     """As it stands in a stream, and for a gateway that would go on with one that has lost its engine."""
     error = create_error_response(VLLMUnprocessableEntityError("two engines died"))
     assert (error.error.code, error.error.message) == (422, "two engines died")
@@ -50,9 +50,7 @@ def test_nobody_sends_it_again(serving: GenerateBaseServing) -> None:
     assert ends.in_events(event, Style.OPENAI) == (ends.End.REFUSED, 0)
 
 
-def test_those_that_nobody_asks_for_are_forgotten(
-    serving: GenerateBaseServing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwanted_requests_are_forgotten(serving: GenerateBaseServing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their clients have left, say."""
     monkeypatch.setattr(endings, "MAX_ENDINGS", 2)
     for number in range(3):

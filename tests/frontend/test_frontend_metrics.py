@@ -98,7 +98,7 @@ async def test_by_outcome_and_way(counting: Counting) -> None:
     assert counting.value("migration_rounds_sum", mode="live") == 4
 
 
-async def test_what_comes_later_is_added(counting: Counting) -> None:
+async def test_later_counts_are_added(counting: Counting) -> None:
     labels = {**WHY_MOVED, "mode": "live", "transport": "tcp"}
     for expected in (1, 2, 3):
         counting.engines.records[ENGINE].add(MOVED)
@@ -119,7 +119,7 @@ async def test_an_engine_that_does_not_answer(counting: Counting, obstacle: Exce
     assert counting.value("migrations_total", **labels) == 1  # type: ignore[arg-type]
 
 
-async def test_what_an_engine_counts_itself(counting: Counting) -> None:
+async def test_engine_counts_are_taken_over(counting: Counting) -> None:
     """Its counts since its start, and the share of them, however often it is asked."""
     counting.engines.counts = {"computed_tokens": 0, "recomputed_tokens": 0, "averted_preemptions": 0}
     await counting.look()
@@ -146,7 +146,7 @@ async def test_replays_are_of_the_process(counting: Counting) -> None:
     assert REGISTRY.get_sample_value("llumlet_replays_total", {"model_name": counting.model}) == 6
 
 
-async def test_one_question_at_a_time(counting: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_get_a_single_question_at_a_time(counting: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = asyncio.Event()
 
     async def slow(engine: bytes, since: int) -> tuple[int, list[dict[str, Any]], dict[str, int]]:

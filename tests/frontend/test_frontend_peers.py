@@ -51,7 +51,7 @@ async def test_the_others_that_report(cms: str) -> None:
         found.cancel()
 
 
-async def test_what_was_known_stays_when_the_cms_is_gone() -> None:
+async def test_known_peers_survive_a_lost_cms() -> None:
     store = EmbeddedStore()
     await store.start()
     found = peers(str(store.address))
@@ -64,7 +64,7 @@ async def test_what_was_known_stays_when_the_cms_is_gone() -> None:
     found.cancel()
 
 
-async def test_nobody_answers() -> None:
+async def test_unreachable_cms_gives_no_peers() -> None:
     for store in (f"127.0.0.1:{free_port()}", f"redis://127.0.0.1:{free_port()}"):
         directory = open_directory(store)
         with pytest.raises(LinkLost):
@@ -74,7 +74,7 @@ async def test_nobody_answers() -> None:
         open_directory("nonsense")
 
 
-async def test_who_is_no_peer() -> None:
+async def test_incompatible_instance_is_no_peer() -> None:
     """Not ourselves, nor who is out of reach: an address in a message is not followed beyond this host without
     credentials."""
     told = [("free", "127.0.0.1:11", 90), ("sim-0", "127.0.0.1:1", 80), ("far", "192.0.2.1:3", 70)]

@@ -364,7 +364,7 @@ async def test_without_another_engine_a_stopped_one_keeps_its_stream(
     ],
     ids=["prompt logprobs", "encoder cache", "to be fetched"],
 )
-async def test_what_cannot_be_replayed_ends_with_an_error_when_its_engine_is_gone(
+async def test_lost_engine_ends_unreplayable_request_with_error(
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent, changes: dict[str, Any]
 ) -> None:
     await start(client, engine, **changes)
@@ -396,7 +396,7 @@ async def test_the_client_leaves_while_its_request_looks_for_an_engine(
 
 
 @pytest.mark.parametrize("sign", ["silence", "hang"])
-async def test_who_is_not_waited_for_is_told(
+async def test_abandoned_engine_is_told(
     client: Any,
     engine: FakeEngine,
     home: FakePeer,
@@ -440,7 +440,7 @@ async def test_a_call_that_cannot_be_made_is_made_again(
     assert state.output_token_ids == [10]
 
 
-async def test_who_is_at_it_is_waited_for(
+async def test_slow_engine_keeps_its_attempt(
     client: Any,
     engine: FakeEngine,
     home: FakePeer,

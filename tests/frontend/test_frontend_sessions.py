@@ -90,7 +90,7 @@ async def test_the_next_parts_go_where_it_has_gone(client: Any, engine: FakeEngi
     assert await engine.silent()
 
 
-async def test_what_is_missing_is_sent_again(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
+async def test_missing_part_is_sent_again(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
     await moved(client, engine, peer)
     await say(client, 4)
     await say(client, 5)
@@ -136,7 +136,7 @@ async def test_the_client_leaves(client: Any, engine: FakeEngine, peer: FakePeer
     assert await engine.aborted() == ["s"]
 
 
-async def test_nobody_wants_parts_of_a_stream_that_has_ended(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
+async def test_ended_stream_drops_later_parts(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
     await moved(client, engine, peer)
     client.origin.cut_streams()
     assert await peer.answer() == wire.Dismissal([("s", FIRST_HOP)])
@@ -160,7 +160,7 @@ async def test_a_part_that_cannot_be_sent(
     assert await peer.answer() == wire.Dismissal([("s", FIRST_HOP)])
 
 
-async def test_one_that_could_not_be_sent_leaves_nothing(client: Any, peer: FakePeer) -> None:
+async def test_unsent_part_leaves_nothing(client: Any, peer: FakePeer) -> None:
     client.resources.engine_dead = True
     with pytest.raises(Exception, match="EngineCore"):
         await say(client, 1)

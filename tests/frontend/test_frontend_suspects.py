@@ -146,7 +146,7 @@ async def test_the_second_death_ends_it(
     assert client.origin.core.suspects.deaths("other") == []
 
 
-async def test_one_death_ends_who_came_after_another(
+async def test_second_death_ends_a_request_known_from_a_gateway(
     client: Any, engine: FakeEngine, home: FakePeer, rescuer: Rescuer, record: StepRecord, said: dict[str, str]
 ) -> None:
     """A gateway has seen an instance die with it."""

@@ -52,7 +52,7 @@ def test_images_are_kept_and_go_along() -> None:
         (request("r", prompt_token_ids=None, prompt_embeds=torch.zeros(2, 8).to_sparse()), 1000, "host memory"),
     ],
 )
-def test_what_cannot_go_along_is_not_kept(asked: Any, room: int, why: str) -> None:
+def test_unmovable_inputs_are_not_kept(asked: Any, room: int, why: str) -> None:
     stream = ClientStream(asked, "home", room)
     assert why in stream.never
     assert not stream.request.mm_features

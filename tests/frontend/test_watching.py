@@ -45,7 +45,7 @@ class Late:
 
 
 @pytest.mark.asyncio
-async def test_who_is_late_each_time_looks_every_second_time_and_an_error_ends_nothing(
+async def test_late_watcher_looks_every_second_time_and_survives_errors(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.001)

@@ -184,7 +184,7 @@ def test_a_method_that_is_none(harness: Harness) -> None:
 
 @settings(parent=thorough, max_examples=30)
 @given(st.sampled_from([b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"]), st.binary(max_size=1000))
-def test_what_is_not_http(harness: Harness, start: bytes, rest: bytes) -> None:
+def test_llumlet_survives_bytes_that_are_not_http(harness: Harness, start: bytes, rest: bytes) -> None:
     with socket.create_connection(tuple(harness.server.address), timeout=5) as connection:
         connection.sendall(start + rest)
 

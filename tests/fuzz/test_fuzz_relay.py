@@ -186,7 +186,7 @@ NOT_TEXT = wire.encode(wire.HeartbeatAck(["xyz"])).replace(b"xyz", b"\xff\xff\xf
 
 
 @pytest.mark.parametrize("data", [DEEP, b"\x81\xa1x" + DEEP, NOT_TEXT], ids=["deep", "deep in a field", "not text"])
-def test_what_msgspec_has_other_errors_for(harness: Harness, data: bytes) -> None:
+def test_relay_survives_all_decoding_errors(harness: Harness, data: bytes) -> None:
     harness.attack(data)
     harness.check()
     assert harness.client.origin.complaints.counts["bad_message"] == 1

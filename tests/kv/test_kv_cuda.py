@@ -339,7 +339,7 @@ def test_local_says_why_not(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"event": bytes(8)}, "the event"),
     ],
 )
-def test_what_cannot_be_is_not_passed_on(
+def test_impossible_copies_do_not_reach_the_device(
     change: dict[str, Any], complaint: str, peer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch believes all of it, and would read or write beyond what there is."""

@@ -69,7 +69,7 @@ def test_a_forked_child_leaves_it_alone(tmp_path: Path) -> None:
     directory.close()
 
 
-def test_what_a_killed_owner_left_is_swept(tmp_path: Path, owner: subprocess.Popen[str]) -> None:
+def test_killed_owner_s_endpoint_is_swept(tmp_path: Path, owner: subprocess.Popen[str]) -> None:
     assert owner.stdout is not None
     path = Path(owner.stdout.readline().strip())
     assert sweep(tmp_path) == []
@@ -82,7 +82,7 @@ def test_what_a_killed_owner_left_is_swept(tmp_path: Path, owner: subprocess.Pop
     directory.close()
 
 
-def test_what_is_not_ours_or_not_finished_is_not_swept(tmp_path: Path) -> None:
+def test_foreign_or_unfinished_endpoint_is_not_swept(tmp_path: Path) -> None:
     unfinished = tmp_path / f"{PREFIX}unfinished"
     unfinished.mkdir()
     (tmp_path / "other").mkdir()
@@ -103,7 +103,7 @@ def test_a_path_too_long_for_a_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_what_is_another_user_s_is_not_swept(tmp_path: Path) -> None:
+def test_other_user_s_endpoint_is_not_swept(tmp_path: Path) -> None:
     """A directory that somebody else has prepared under our name: whatever is in it is theirs."""
     trap = tmp_path / f"{PREFIX}trap"
     trap.mkdir()

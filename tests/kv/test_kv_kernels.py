@@ -378,7 +378,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("copy", [gather, scatter])
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_does_not_fit_is_refused_and_nothing_copied(copy: Callable[..., int], why: str) -> None:
+def test_misfit_is_refused_before_any_copy(copy: Callable[..., int], why: str) -> None:
     change, complaint = REFUSED[why]
     sound = {"storage": torch.ones(512, dtype=torch.uint8), "layout": LAYOUT, "block_ids": [2, 0], "buffer": row(256)}
     with pytest.raises(ValueError, match=complaint):
@@ -477,7 +477,7 @@ def _libc() -> str:
 @pytest.mark.parametrize(
     ("there", "chosen"), [({"cuda", "triton"}, "cuda"), ({"triton"}, "triton"), (set(), "torch"), ({"cuda"}, "cuda")]
 )
-def test_what_a_gpu_takes(there: set[str], chosen: str) -> None:
+def test_gpu_gets_valid_arguments(there: set[str], chosen: str) -> None:
     def missing(backend: str, device: str) -> str | None:
         return None if backend in there | {"torch"} else "not here"
 

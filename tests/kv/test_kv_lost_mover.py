@@ -165,7 +165,7 @@ async def test_a_client_that_is_closed_has_lost_nobody(info: MoverInfo, losses: 
     assert not losses
 
 
-async def test_what_is_sent_while_nobody_knows_yet(info: MoverInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_before_the_loss_is_noticed_fail(info: MoverInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection has ended, and its end is not noticed before the command is on its way: nothing waits for it."""
 
     async def see_nothing(client: MoverClient) -> None:

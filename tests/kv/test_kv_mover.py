@@ -130,7 +130,7 @@ class TestPull:
         await client.stop(1)
         assert (await slow).error == "stopped"
 
-    async def test_nobody_waits_for_the_silent_peer_of_another(
+    async def test_silent_peer_delays_no_other_pull(
         self, memory: Memory, source: SourceProcess, tmp_path: Path
     ) -> None:
         """The mover looks for bytes of the silent one a few milliseconds at a time, however urgent they are."""
@@ -154,9 +154,7 @@ class TestPull:
         client.close()
         stop_mover(here)
 
-    async def test_nobody_waits_for_who_is_probed(
-        self, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_probe_delays_no_pull(self, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A pull over tcp goes on while somebody is probed who takes connections and says nothing."""
         monkeypatch.setattr(connections, "ANSWER_SECONDS", 3.5)
         here = FakeWorker(memory)
@@ -375,7 +373,7 @@ class TestFaults:
         monkeypatch.setattr(faults, "inject", arm(json.dumps([{"point": "mover.pulled", **spec}])))
 
     @pytest.mark.parametrize(("which", "block"), [("first", 20), ("middle", 5), ("last", 7)])
-    async def test_one_byte_of_the_final_pull_is_changed(
+    async def test_changed_byte_of_the_final_pull_is_found(
         self,
         client: MoverClient,
         source: SourceProcess,
@@ -445,7 +443,7 @@ class TestStart:
             stop_mover(fake)
         assert len({info.config for info in said}) == 2
 
-    async def test_what_the_worker_says(self, info: MoverInfo, memory: Memory) -> None:
+    async def test_worker_describes_itself(self, info: MoverInfo, memory: Memory) -> None:
         assert info.memory.layout == memory.blocks
         assert info.memory.unavailable is None
         assert (info.rank, info.isa, info.device, info.memory.instance) == (0, "amx", "cpu", "here")

@@ -184,7 +184,7 @@ def test_damaged_metadata(pair: tuple[Source, Reader], over: OverNixl) -> None:
     assert comes_over_tcp(source, reader)
 
 
-def test_who_says_to_be_somebody_else(pair: tuple[Source, Reader], over: OverNixl) -> None:
+def test_impostor_agent_is_refused(pair: tuple[Source, Reader], over: OverNixl) -> None:
     """NIXL goes by the name in the metadata, so that is looked at before NIXL is."""
     source, reader = pair
     stranger = over.start("stranger", source.memory).engine.memory
@@ -259,7 +259,7 @@ def test_bytes_outside_of_the_area(pair: tuple[Source, Reader], over: OverNixl) 
 @pytest.mark.parametrize(
     "changed", [{"agent": "x"}, {"metadata": b"x" * (1 << 17)}, {"address": 2**60}, {"greeting": b""}, {"num_bytes": 0}]
 )
-def test_what_a_peer_says_is_bounded(changed: dict[str, Any]) -> None:
+def test_peer_s_description_is_bounded(changed: dict[str, Any]) -> None:
     good = {"agent": f"llumnix-{'0' * 32}", "metadata": b"x", "address": 0, "num_bytes": 4096, "greeting": bytes(32)}
     assert msgspec.convert(good, NixlMemory)
     with pytest.raises(msgspec.ValidationError):
@@ -350,7 +350,7 @@ def test_devices_that_are_not_there() -> None:
 
 @pytest.mark.usefixtures("gpu_in_main_memory")
 @pytest.mark.parametrize("gpu", [False, True], ids=["main memory", "gpu"])
-def test_what_a_worker_has_of_it(gpu: bool) -> None:
+def test_worker_starts_its_agent(gpu: bool) -> None:
     """Buffers in main memory, also for a GPU's blocks, and nothing is used where others can still write to it."""
     memory = Memory()
     wanted = NixlSettings(devices="lo", required=True, max_in=2, max_out=3)

@@ -138,7 +138,7 @@ def test_from_another_process_again_and_again(over: Over, closing: list[Any]) ->
                 assert reader.memory.block(destination_id) == source.memory.block(source_id)
 
 
-def test_what_was_staged_is_wiped(pair: tuple[Source, Reader]) -> None:
+def test_staged_blocks_are_wiped(pair: tuple[Source, Reader]) -> None:
     source, reader = pair
     source.grants.allow(CAPABILITY, range(20))
     assert sum(reader.pull(source.peer, list(range(20)), list(range(20))))

@@ -105,7 +105,7 @@ class Worker:
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize("num_accepted", range(1, NUM_DRAFTS + 1))
 @pytest.mark.parametrize("model", MODELS)
-def test_what_arrives_is_what_vllm_carries_on(model: str, num_accepted: int, order: str) -> None:
+def test_arrived_state_equals_vllm_s(model: str, num_accepted: int, order: str) -> None:
     source, destination = Worker(model, order, 1), Worker(model, order, 2)
     blocks, here = [5, 2, 6, 1], 3
     expected, before = source.carried_on(blocks, num_accepted), destination.memory.clone()

@@ -285,7 +285,7 @@ def test_a_message_is_given_so_long_however_it_is_cut() -> None:
     [b"", b"\0", b"\xff\xff\xff\xff", b"\0\0\0\2\x91\x01", b"\0\0\0\1\xc1", b"GET / HTTP/1.1\r\n\r\n", bytes(100)],
     ids=["nothing", "half a length", "too long", "no request", "no msgpack", "http", "zeros"],
 )
-def test_who_speaks_another_language_is_left(data: bytes) -> None:
+def test_foreign_protocol_is_disconnected(data: bytes) -> None:
     here = Memory(seed=2)
     with serving(Memory(seed=1)) as source, reading(here) as transport:
         with socket.create_connection(("127.0.0.1", source.server.port), timeout=5) as stranger:
@@ -298,7 +298,7 @@ def test_who_speaks_another_language_is_left(data: bytes) -> None:
         assert sum(transport.pull(pull_of(source.peer, [3], [4], CAPABILITY), CHUNK)) == here.blocks.bytes_per_block
 
 
-def test_who_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_server, "HANDSHAKE_SECONDS", 0.1)
     with serving(Memory()) as source:
         stranger = socket.create_connection(("127.0.0.1", source.server.port), timeout=5)
@@ -314,7 +314,7 @@ def test_no_more_connections_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
         assert connections[2].recv(100) == b""
 
 
-def test_who_needs_no_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many more peers than connections pull one after the other, and keep what they have for the next time."""
     monkeypatch.setattr(block_server, "MAX_CONNECTIONS", 2)
     with serving(Memory(seed=1)) as source, contextlib.ExitStack() as stack:
@@ -326,7 +326,7 @@ def test_who_needs_no_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(source.server._connections) == 2
 
 
-def test_who_sends_takes_cores_from_others_only_for_a_final_pull() -> None:
+def test_sender_yields_cores_except_for_a_final_pull() -> None:
     with serving(Memory(seed=1)) as source, reading(Memory(seed=2)) as transport:
         source.grants.allow(CAPABILITY, [3])
         for final, policy in ((False, os.SCHED_BATCH), (True, os.SCHED_OTHER), (False, os.SCHED_BATCH)):

@@ -78,7 +78,7 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
-def test_what_copies_rightly_is_taken(order: str) -> None:
+def test_correct_backend_is_chosen(order: str) -> None:
     """A machine that tests this has built it: where it is missing, that is the failure."""
     assert kernels.settle(Memory(order, SHAPES).blocks, CPU) == ("cpp", ())
 

@@ -146,7 +146,7 @@ async def test_changes_that_the_cache_lost_are_found_in_what_it_holds() -> None:
     assert watcher.names == {7}
 
 
-async def test_who_has_nothing_to_hear_hears_that_the_instance_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_watcher_gets_keepalives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_feed, "KEEPALIVE_S", 0.02)
     watcher = Watcher(CacheFeed(Blocks()))
     await watcher.hear()

@@ -142,7 +142,7 @@ async def test_a_slow_reader_loses_no_event(client: LlumletClient, agent: FakeAg
 
 
 @pytest.mark.parametrize("how", ["leaves", "deadline"])
-async def test_who_adopts_hears_that_nobody_waits(client: LlumletClient, agent: FakeAgent, how: str) -> None:
+async def test_adopting_agent_learns_that_its_caller_left(client: LlumletClient, agent: FakeAgent, how: str) -> None:
     agent.delays["adopt"] = 30.0
     adopting = asyncio.create_task(client.adopt(messages.adopt(), deadline_s=0.5 if how == "deadline" else 30.0))
     await until(lambda: agent.asked("adopt"))

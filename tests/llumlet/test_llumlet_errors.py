@@ -130,7 +130,7 @@ async def test_the_llumlets_own_deadline_is_a_refusal_not_a_silence(client: Llum
         await client.commit(messages.commit())
 
 
-async def test_nobody_listens(unused_tcp_port: int) -> None:
+async def test_closed_port_means_unreachable(unused_tcp_port: int) -> None:
     async with LlumletClient(f"127.0.0.1:{unused_tcp_port}") as client:
         with pytest.raises(LlumletUnreachable, match="Connection refused") as caught:
             await client.get_instance_status()

@@ -91,7 +91,7 @@ async def test_other_than_loopback_if_asked_for() -> None:
     ("host", "loopback"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("localhost", True), ("8.8.8.8", False)],
 )
-async def test_what_is_loopback(host: str, loopback: bool) -> None:
+async def test_loopback_hosts_are_recognised(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 
 

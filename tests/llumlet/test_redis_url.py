@@ -20,7 +20,7 @@ def test_sentinels() -> None:
     assert url.server == "rediss://a:1/3?ssl_ca_certs=%2Fca"
 
 
-def test_one_server() -> None:
+def test_url_of_a_single_server() -> None:
     url = RedisUrl.parse("redis://u:p%40@[::1]/3?password_file=x&protocol=3".replace(":p%40", ""))
     assert (url.hosts, url.service, url.tls) == ((("::1", 6379),), "", False)
     assert url.login == Login("u", "", "x")
@@ -55,7 +55,7 @@ def test_urls_that_are_none(url: str, faults: list[str]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["redis://h", "rediss://h", "redis+sentinel://h/s", "rediss+sentinel://h/s"])
-def test_what_the_client_would_refuse_is_said_at_once(scheme: str) -> None:
+def test_faults_of_the_client_are_reported_at_once(scheme: str) -> None:
     assert checked_name(f"{scheme}?socket_timeout=3").startswith(scheme[:8])
     for option, fault in (("colour=red", "colour"), ("db=x", "'db'"), ("password_file=/none", "/none: No such file")):
         with pytest.raises(ValueError, match=fault):

@@ -94,7 +94,7 @@ def written(tmp_path: Path, content: str) -> str:
     return str(tmp_path / "c.yaml")
 
 
-def test_what_is_not_said_is_the_default() -> None:
+def test_missing_value_is_the_default() -> None:
     assert config() == Config()
     assert config().pair is Config().pair
 
@@ -211,7 +211,7 @@ def test_check_ends_at_an_unread_setting() -> None:
         reading.check(lambda config: [config.pears], reading.make(Config))
 
 
-def test_what_is_of_use_in_one_mode_only() -> None:
+def test_setting_of_another_mode_is_a_fault() -> None:
     assert read("--thick").of_other_modes("dry") == ["--thick has no effect in dry mode"]
     assert read("--thick", "--glossy").of_other_modes("wet") == []
 

@@ -48,7 +48,7 @@ def test_timers_tasks_and_events_are_one_order() -> None:
     assert order == ["a 1", "event 2", "b 3", "event 4", "c 5"]
 
 
-def test_what_an_event_wakes_runs_before_time_goes_on() -> None:
+def test_woken_tasks_run_before_time_advances() -> None:
     async def main(loop: VirtualLoop) -> list[float]:
         woken = asyncio.Event()
         seen: list[float] = []

@@ -100,7 +100,7 @@ def test_moves_lose_nothing_and_pay(ended: list[_Run]) -> None:
     conserve(ended)
 
 
-def test_who_is_preempted_where_it_has_moved_to_is_told_from_who_moves_as_it_was_preempted() -> None:
+def test_preemption_after_a_move_is_told_from_a_move_after_preemption() -> None:
     arrivals = clipped(made_up(2, 120, (LENGTHS["long"], LENGTHS["long"]), random.Random(1)), CAPACITY)
     summary, _, records = played(cluster(2), arrivals)
     moved = [one for one in records if one["num_moves"]]
@@ -300,7 +300,7 @@ def test_models_have_their_own_instances() -> None:
         assert set(one["instances"]) <= homes.get(one["model"], set())
 
 
-def test_who_goes_first_waits_less() -> None:
+def test_urgent_request_waits_less() -> None:
     first: Hardware = replace(A10, engine=replace(A10.engine, by_priority=True))
     arrivals = [replace(one, priority=-(number % 5 == 0)) for number, one in enumerate(load(12, 300))]
     config = ClusterConfig(groups=[("", first, 2)], control=ControlConfig(rescheduling=None))
@@ -338,7 +338,7 @@ def packed(policy: str, tpot_slo: float, arrivals: Sequence[Arrival]) -> tuple[l
     return tuple(played(cluster(3, control=control), arrivals)[2] for control in controls)
 
 
-def test_what_little_decodes_comes_to_one_instance_and_is_in_time_there(ended: list[_Run]) -> None:
+def test_few_decodes_are_packed_in_time(ended: list[_Run]) -> None:
     without, records = packed("binpacking_consolidation", 120.0, [Arrival(one / 10, 100, 1500) for one in range(12)])
     assert Counter(one["instances"][-1] for one in without).most_common() == [(f"i000{at}", 4) for at in range(3)]
     assert len({one["instances"][-1] for one in records}) == 1
@@ -347,7 +347,7 @@ def test_what_little_decodes_comes_to_one_instance_and_is_in_time_there(ended: l
     conserve(ended)
 
 
-def test_who_is_late_is_relieved_until_all_are_in_time(ended: list[_Run]) -> None:
+def test_late_instance_is_relieved(ended: list[_Run]) -> None:
     arrivals = [Arrival(one / 10, 100 if one % 3 else 1800, 1200) for one in range(18)]
     without, records = packed("binpacking_mitigation", 65.0, arrivals)
     assert max(one["tpot_s"] for one in without) > 0.08
@@ -356,9 +356,7 @@ def test_who_is_late_is_relieved_until_all_are_in_time(ended: list[_Run]) -> Non
 
 
 @pytest.mark.parametrize(("ageing_s", "least_s", "most_s"), [(20.0, 20.0, 60.0), (0.0, 200.0, math.inf)])
-def test_nobody_starves_where_more_urgent_requests_come_than_can_be_served(
-    ageing_s: float, least_s: float, most_s: float
-) -> None:
+def test_overload_of_urgent_requests_starves_none(ageing_s: float, least_s: float, most_s: float) -> None:
     """One that may wait comes early; without ageing it is among the last that begin."""
     ageing: Hardware = replace(A10, engine=replace(A10.engine, by_priority=True, ageing_s=ageing_s, max_num_seqs=8))
     arrivals = [replace(one, priority=5 * (number == 60) - 1) for number, one in enumerate(load(6, 600))]

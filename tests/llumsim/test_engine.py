@@ -104,7 +104,7 @@ CONFIG = EngineConfig(num_blocks=100, block_size=BLOCK_SIZE, max_num_seqs=8, max
 STEP = StepModel(a=1000, b=10, c=0, d=100, e=1)
 
 
-def test_one_request_takes_what_the_model_says() -> None:
+def test_single_request_takes_the_model_s_time() -> None:
     made = engine(CONFIG, STEP)
     end_ps = play(made, [Arrival(0, 40, 3, 0)]).events[-1][2]
     chunks = (1000 + 32 * 10) + (1000 + 8 * 10)

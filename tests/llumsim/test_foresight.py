@@ -33,7 +33,7 @@ def played(late_s: float = 0.2, happenings: tuple[Happening, ...] = (), **contro
     return run(config, clipped(made_up(1.5, 120, MEDIUM, random.Random(1)), 13_616))
 
 
-def test_who_looks_changes_nothing_and_sees_what_moving_on_is_worth() -> None:
+def test_hindsight_of_forwarding_changes_nothing() -> None:
     without, none = played()
     with_it, metrics = played(foresight_s=0.5)
     assert with_it == without

@@ -35,7 +35,7 @@ def played(
     return summary, metrics.regrets
 
 
-def test_who_looks_back_changes_nothing() -> None:
+def test_hindsight_changes_nothing() -> None:
     happenings = [Happening(20, What.FAIL, 1), Happening(30, What.STOP, 2)]
     without, none = played(happenings=happenings)
     with_it, regrets = played(happenings=happenings, has_hindsight=True)

@@ -49,7 +49,7 @@ def test_two_that_share_an_end_share_its_speed() -> None:
     assert arrivals((0, "a", "c", 1), (0, "b", "c", 2)) == pytest.approx([2, 3])
 
 
-def test_who_comes_later_slows_down_who_is_there() -> None:
+def test_later_copy_slows_earlier_ones() -> None:
     assert arrivals((0, "a", "b", 2), (1, "a", "c", 1)) == pytest.approx([3, 3])
 
 

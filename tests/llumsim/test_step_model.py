@@ -64,7 +64,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         {"bytes": 1},
     ],
 )
-def test_what_is_wrong_is_said(wrong: dict[str, object]) -> None:
+def test_faults_of_a_step_model_are_reported(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="step model wrong"):
         parse_hardware(json.dumps(MODEL | wrong), "wrong")
 
@@ -79,7 +79,7 @@ def test_engines_are_as_vllm_wants_them() -> None:
         EngineConfig(num_blocks=10, max_num_seqs=100, max_num_batched_tokens=50)
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_written_step_model_is_read_again() -> None:
     document = MODEL | {"request_s": 0.004, "answer_s": 0.002, "sources": ["measured"]}
     hardware = parse_hardware(json.dumps(document), "it")
     assert (hardware.request_s, hardware.answer_s) == (0.004, 0.002)

@@ -68,7 +68,7 @@ def test_mooncake_traces_keep_their_prefixes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\n"])
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_trace_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match="trace"):
@@ -131,7 +131,7 @@ def test_without_a_valley_there_is_no_wave() -> None:
 
 
 @pytest.mark.parametrize(("valley", "period_s"), [(-0.1, 10.0), (1.1, 10.0), (0.5, 0.0)])
-def test_what_is_no_wave_is_refused(valley: float, period_s: float) -> None:
+def test_invalid_wave_is_refused(valley: float, period_s: float) -> None:
     with pytest.raises(ValueError, match="no wave"):
         waved([Arrival(1.0, 10, 10)], valley, period_s)
 
@@ -141,7 +141,7 @@ def test_the_same_seed_makes_the_same_load() -> None:
     assert made_up(3, 50, lengths, random.Random(9)) == made_up(3, 50, lengths, random.Random(9))
 
 
-def test_what_fits_no_engine_is_left_out_or_cut() -> None:
+def test_oversized_requests_are_dropped_or_cut() -> None:
     found = clipped([Arrival(0, 100, 10), Arrival(1, 90, 30), Arrival(2, 10, 20)], 100)
     assert [(one.num_prompt, one.num_output) for one in found] == [(90, 10), (10, 20)]
 

@@ -86,7 +86,7 @@ def test_by_text(text: str, count: int) -> None:
         (DIFF[: DIFF.index("@@")], "no hunk for vllm/x.py"),
     ],
 )
-def test_what_is_no_plain_change(text: str, message: str) -> None:
+def test_special_changes_are_refused(text: str, message: str) -> None:
     with pytest.raises(PatchError, match=message):
         parse(text, "x.patch")
 

@@ -66,7 +66,7 @@ def test_onto_the_next_release(wheel: Path, before: Release, tmp_path: Path, cap
     assert f"3 hunks do not fit, nothing is written: copy {OLD}, edit the lines" in output
 
 
-def test_what_has_changed_is_shown(wheel: Path, before: Release, tmp_path: Path, capsys: Output) -> None:
+def test_changed_context_is_shown(wheel: Path, before: Release, tmp_path: Path, capsys: Output) -> None:
     """Exactly the functions whose code differs; those that refuse come first."""
     report = rebase(OLD, open_release(wheel), tmp_path / "next", before)
     changes = {(change.path, change.name): change for change in report.changes}
@@ -124,7 +124,7 @@ def test_without_the_old_files_changes_are_named_alone(wheel: Path, tmp_path: Pa
         ("text.whl", "is neither a directory nor a wheel of vLLM: File is not a zip file"),
     ],
 )
-def test_what_is_no_release(tmp_path: Path, name: str, message: str) -> None:
+def test_invalid_release_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.whl").write_text("text")
     with pytest.raises(PatchError, match=message):

@@ -105,7 +105,7 @@ def test_the_patch_program_agrees(series: Series, originals: Originals, tmp_path
         assert sha256((tmp_path / path).read_bytes()) == base.after, path
 
 
-def test_one_diff(series: Series, originals: Originals) -> None:
+def test_single_diff_joins_all_patches(series: Series, originals: Originals) -> None:
     texts = originals(series)
     changes = parse(series.as_one_diff(texts), "series.diff")
     assert {change.path for change in changes} == set(series.files)

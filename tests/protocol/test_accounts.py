@@ -40,7 +40,7 @@ def test_orders(order: str, expected: str) -> None:
     assert chosen("NUM_REQ", order, 10) == expected
 
 
-def test_who_has_the_largest_number_goes_first_and_of_equals_the_longest() -> None:
+def test_lowest_priority_goes_first_then_the_longest() -> None:
     """Urgent ones go only if nobody else runs that could, and then in the same order."""
     numbers = {"a": 0, "b": 10, "c": 0, "d": -3}
     running = [msgspec.structs.replace(one, priority=numbers[one.request_id]) for one in queues() if one.running]
@@ -76,7 +76,7 @@ def test_all_means_waiting_ones_too() -> None:
     assert chosen("NUM_REQ", "FCW", ALL) == "wxabcd"
 
 
-def test_what_cannot_move_is_not_looked_at() -> None:
+def test_immovable_requests_are_skipped() -> None:
     stuck = [Candidate(RequestId("a"), True, 0, 10, movable=False), Candidate(RequestId("b"), True, 1, 9000)]
     assert chosen("TOKEN", "FCR", 100, stuck) == "b"
     assert chosen("NUM_REQ", "FCR", ALL, stuck[:1]) == ""
@@ -145,7 +145,7 @@ def test_urgent_requests_run_on_as_long_as_others_run_that_could_move(found: lis
 
 
 @given(candidates, st.integers(1, 12))
-def test_nobody_of_lower_priority_stays_in_the_place_of_one_who_goes(found: list[Candidate], number: int) -> None:
+def test_no_lower_priority_stays_instead_of_a_moved_request(found: list[Candidate], number: int) -> None:
     """And of equals nobody longer."""
     names = select(found, Rule(Unit.NUM_REQ, Order.LP, number), capacity_tokens=8000)
     running = [one for one in found if one.movable and one.running]
@@ -248,7 +248,7 @@ def test_draining_blocks_may_be_written_and_are_nobody_elses() -> None:
         (BlockOwner.SCHEDULER, [4]),  # there is no such block
     ],
 )
-def test_what_is_not_allowed_changes_nothing(owner: BlockOwner, blocks: list[int]) -> None:
+def test_refused_slot_changes_nothing(owner: BlockOwner, blocks: list[int]) -> None:
     ledger = Ledger(4)
     ledger.hold(BlockOwner.SCHEDULER, "r", [0])
     ledger.hold(BlockOwner.RESERVATION, "m", [1])

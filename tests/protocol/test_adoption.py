@@ -59,7 +59,7 @@ def test_a_former_life_is_ended_and_the_attempt_refused() -> None:
     assert machine.over
 
 
-def test_what_was_called_off_does_not_reach_the_scheduler_and_leaves_nothing() -> None:
+def test_called_off_adoption_leaves_nothing() -> None:
     """It is seen to its end before that."""
     machine = building()
     assert fed(machine, adoption.CalledOff()) == []
@@ -71,13 +71,13 @@ def test_what_was_called_off_does_not_reach_the_scheduler_and_leaves_nothing() -
     assert (free, refusal.reason) == (adoption.FreeCache(), Reason.BARRED)
 
 
-def test_who_is_being_added_is_ended_in_the_scheduler() -> None:
+def test_request_being_added_is_ended_in_the_scheduler() -> None:
     machine = building()
     assert fed(machine, adoption.RequestBuilt(), adoption.CalledOff()) == []
     assert fed(machine, adoption.RequestAdded()) == [adoption.AnswerAdopt()]
 
 
-def test_what_was_fetched_is_given_back_when_the_scheduler_does_not_take_it() -> None:
+def test_fetched_blocks_are_returned_if_not_admitted() -> None:
     machine = building(may_fetch=True)
     fed(machine, adoption.RequestBuilt(), adoption.CacheFetched())
     free, refusal = fed(machine, adoption.AttemptFailed(Reason.DESTINATION_PAUSED))
@@ -134,7 +134,7 @@ def test_the_cache_is_copied_and_asked_for() -> None:
     assert (machine.computed_tokens, machine.copied_bytes) == (40, 1000), "its last token is computed here"
 
 
-def test_what_the_holder_did_not_keep_is_thrown_away() -> None:
+def test_unkept_blocks_are_discarded() -> None:
     machine = claiming()
     fed(machine, GRANTED, rescue.RoomTaken(0), rescue.CopyDone(1000))
     assert fed(machine, rescue.ClaimSettled(intact=False)) == [rescue.FreeRoom()]
@@ -192,7 +192,7 @@ def test_the_waking_loop_keeps_the_blocks_and_ends_the_request() -> None:
     assert fed(machine, claim.ClaimEnded()) == [claim.AnswerEnd(False)]
 
 
-def test_what_was_read_while_the_loop_was_stuck_needs_no_pin() -> None:
+def test_blocks_read_from_a_stuck_loop_need_no_pin() -> None:
     machine = standing()
     assert fed(machine, claim.ClaimEnded()) == [claim.AnswerEnd(True), ClearTimer(LEASE)]
     assert fed(machine, claim.LoopWoke()) == [claim.EndSilently()]
@@ -225,7 +225,7 @@ def test_the_same_claim_again_is_one_claim() -> None:
         ),
     ],
 )
-def test_what_cannot_be_claimed(asked: claim.ClaimRequested, reason: Reason) -> None:
+def test_some_requests_cannot_be_claimed(asked: claim.ClaimRequested, reason: Reason) -> None:
     machine = Claim()
     (refusal,) = fed(machine, asked)
     assert refusal.reason is reason

@@ -467,7 +467,7 @@ def test_barred_at_once_and_freed_when_nothing_is_under_way(state: destination.S
 
 
 @pytest.mark.parametrize(("state", "bar"), sorted(NO_BAR, key=str))
-def test_what_bars_nothing(state: destination.State, bar: ev.DestinationEvent) -> None:
+def test_some_events_bar_nothing(state: destination.State, bar: ev.DestinationEvent) -> None:
     machine = destination_in(state)
     assert machine.on(bar) == []
     assert machine.state is state

@@ -175,7 +175,7 @@ def test_an_answer_to_a_former_attempt_says_nothing() -> None:
     assert stream.owner.instance == second.address
 
 
-def test_who_is_silent_is_called_off_and_who_is_at_it_is_waited_for() -> None:
+def test_silent_engine_is_called_off_and_slow_one_is_awaited() -> None:
     bench = Bench("B")
     bench.open("r")
     (asked,) = adopts(bench.home_dies())
@@ -252,7 +252,7 @@ def test_the_client_leaves_while_an_engine_is_asked() -> None:
     assert bench.origin.due is None
 
 
-def test_nobody_takes_it() -> None:
+def test_request_without_a_taker_is_retried_then_fails() -> None:
     bench = Bench("B")
     (stream,) = bench.open("r")
     effects = bench.home_dies()
@@ -342,7 +342,7 @@ def test_a_request_that_can_go_on_nowhere_and_is_given_up(at_home: bool) -> None
     assert [effect.stream.request_id for effect in effects if isinstance(effect, Fail)] == ["r"]
 
 
-def test_who_is_silent_is_asked_whether_it_is_there() -> None:
+def test_silent_engine_is_probed() -> None:
     bench = Bench("B")
     bench.now = 1.0
     bench.beat("A")
@@ -391,7 +391,7 @@ def test_of_a_long_stream_it_is_asked_who_has_it_cached() -> None:
     assert not bench.origin.is_busy
 
 
-def test_nobody_says_what_it_has_cached() -> None:
+def test_unanswered_cache_question_is_not_awaited() -> None:
     bench = Bench("B", "C")
     bench.open("r", num_prompt_tokens=LONG)
     (asked,) = compared(bench.home_dies())

@@ -57,7 +57,7 @@ def test_api_servers_that_have_one_stream_each() -> None:
     assert took[ENGINES[7]] < 20
 
 
-def test_what_was_sent_counts_for_a_while() -> None:
+def test_sent_requests_count_for_a_while() -> None:
     placement = Placement()
 
     def chosen(now: float) -> str:
@@ -99,7 +99,7 @@ def test_a_few_at_a_time_and_who_waits_chooses_again_when_they_fail() -> None:
     assert chosen(NOW + 1 + SHUN_SECONDS) == set(ENGINES[:2])
 
 
-def test_who_leaves_the_queue_is_not_let_in() -> None:
+def test_request_that_left_the_queue_is_not_admitted() -> None:
     placement = Placement()
     names = [f"r-{number}" for number in range(IN_FLIGHT + 2)]
     for name in names:
@@ -111,7 +111,7 @@ def test_who_leaves_the_queue_is_not_let_in() -> None:
     assert placement.come() == [names[-1]]
 
 
-def test_who_has_it_cached_is_preferred_as_long_as_that_outweighs_what_it_was_sent() -> None:
+def test_cached_prefix_is_preferred_while_it_outweighs_the_sent_surplus() -> None:
     placement = Placement()
     cached = {ENGINES[3]: 700, ENGINES[5]: 300}
     sent: Counter[str] = Counter()

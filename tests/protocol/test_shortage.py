@@ -23,12 +23,12 @@ from llumlet.protocol.move.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SE
         ([(0.0, True, True), (0.01, False, True), (0.02, True, True)], [True, False, False]),
     ],
 )
-def test_what_is_waited_for(told: list[tuple[float, bool, bool]], waits: list[bool]) -> None:
+def test_shortage_waits_only_for_moves_under_way(told: list[tuple[float, bool, bool]], waits: list[bool]) -> None:
     shortages = Shortages()
     assert [shortages.waits(now_s, 0, moving=moving, asks=asks) for now_s, moving, asks in told] == waits
 
 
-def test_what_a_move_has_averted() -> None:
+def test_averted_preemptions_are_counted() -> None:
     shortages = Shortages()
     for number, (moving, num_preemptions, averted) in enumerate(
         [(True, 0, 1), (False, 0, 1), (True, 1, 1), (True, 1, 2)]
@@ -41,7 +41,7 @@ def test_what_a_move_has_averted() -> None:
     assert shortages.num_averted == 2, "without a shortage there is nothing to avert"
 
 
-def test_who_was_not_heard_does_not_ask_for_a_while() -> None:
+def test_unanswered_shortage_pauses_its_questions() -> None:
     shortages = Shortages()
     asking = partial(shortages.waits, moving=False, asks=True)
     assert asking(0.0, 0)

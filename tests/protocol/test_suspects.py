@@ -180,7 +180,7 @@ def test_no_more_at_a_time_than_engines_and_the_youngest_first(bench: Bench) -> 
     assert bench.tried() == set(names)
 
 
-def test_those_for_whom_least_speaks_come_first(bench: Bench) -> None:
+def test_suspects_with_most_evidence_come_last(bench: Bench) -> None:
     names = ["first", "old", "young"]
     for name, delivered in zip(names, (1, 900, 3), strict=True):
         bench.judge(name, engine("dead"), steps(*names), delivered)
@@ -204,7 +204,7 @@ def test_requests_that_end_make_way(bench: Bench) -> None:
     assert not bench.suspects.any_tried
 
 
-def test_who_was_cleared_stays_so_when_the_culprit_has_ended(bench: Bench) -> None:
+def test_cleared_request_stays_cleared(bench: Bench) -> None:
     """It finds no engine for a while, and is asked about again each time. By then nothing is known of the culprit."""
     home, other = engine("home"), engine("other")
     bench.suspects.came_after("r", 1, home)
@@ -217,7 +217,7 @@ def test_who_was_cleared_stays_so_when_the_culprit_has_ended(bench: Bench) -> No
     assert not bench.suspects._cleared
 
 
-def test_who_was_cleared_is_not_when_that_engine_dies_of_its_own_trial(bench: Bench) -> None:
+def test_own_trial_overrides_an_earlier_clearing(bench: Bench) -> None:
     """It only hung, and has woken up."""
     there = engine("there")
     bench.suspects.came_after("r", 1, there)
@@ -242,7 +242,7 @@ def test_a_call_that_came_to_nothing_leaves_the_turn(bench: Bench) -> None:
     assert bench.tried("r") == {"r"}
 
 
-def test_who_came_after_a_death_is_on_trial_from_the_beginning(bench: Bench) -> None:
+def test_request_with_earlier_deaths_is_on_trial_at_once(bench: Bench) -> None:
     """Its gateway has seen the first death."""
     home = engine("home")
     bench.suspects.came_after("r", 1, home)
@@ -252,7 +252,7 @@ def test_who_came_after_a_death_is_on_trial_from_the_beginning(bench: Bench) -> 
     assert (bench.deaths("r"), bench.suspects.num_before("r")) == (["home"], 1)
 
 
-def test_who_came_after_a_death_and_lives_is_cleared(bench: Bench) -> None:
+def test_request_with_earlier_deaths_is_cleared_by_living(bench: Bench) -> None:
     home = engine("home")
     bench.suspects.came_after("r", 1, home)
     bench.suspects.heard("r", TRIAL_TOKENS)
@@ -268,7 +268,7 @@ def test_of_two_that_came_after_deaths_neither_is_guilty_at_once(bench: Bench) -
     assert {bench.judge(name, home, steps("a", "b"), 0) for name in "ab"} == {SUSPECT}
 
 
-def test_who_came_after_a_death_to_an_engine_unknown_is_a_suspect_when_that_dies(bench: Bench) -> None:
+def test_request_with_earlier_deaths_on_an_unknown_engine_becomes_a_suspect(bench: Bench) -> None:
     bench.suspects.came_after("r", 1, None)
     home, other = engine("home"), engine("other")
     assert bench.judge("r", home, steps("r"), 0) is SUSPECT

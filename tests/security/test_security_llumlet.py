@@ -57,7 +57,7 @@ async def failure(server: RunningServer, credentials: Credentials) -> LlumletCal
     return failed.value
 
 
-async def test_one_of_the_cluster(server: RunningServer, authority: Authority, token: Path) -> None:
+async def test_member_of_the_cluster_is_accepted(server: RunningServer, authority: Authority, token: Path) -> None:
     caller = Credentials.load(credential_files(authority, "caller", token))
     async with LlumletClient(server.address, credentials=caller) as client:
         assert (await client.get_instance_status()).instance_id == "fake-a"

@@ -27,13 +27,13 @@ def test_others_only_where_they_can_prove_who_they_are(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["", " ", "a b", "unix:/tmp/x", "127.0.0.1;10.0.0.1", "//x", "x" * 300, "e\nvil", "[::1]", "a/b", "*"]
 )
-def test_what_is_no_host(host: str) -> None:
+def test_invalid_host_is_refused(host: str) -> None:
     assert "is not a host" in (ANYWHERE.why_not(host) or "")
     assert HERE.why_not(host)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", "unix:/x:1", ":1", "a:b:1"])
-def test_what_is_no_llumlet(address: str) -> None:
+def test_invalid_llumlet_address_is_refused(address: str) -> None:
     assert ANYWHERE.why_not_llumlet(address)
 
 
@@ -67,16 +67,16 @@ def test_a_relay_elsewhere() -> None:
         "tcp://127.0.0.1:04000",
     ],
 )
-def test_what_is_no_relay(address: str) -> None:
+def test_invalid_relay_address_is_refused(address: str) -> None:
     assert "is not tcp://IP:PORT" in (ANYWHERE.why_not_relay(address) or "")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.0.0.5", "node-7"])
-def test_what_others_are_told(host: str) -> None:
+def test_advertised_addresses_are_reachable(host: str) -> None:
     assert reachable_host(host) == host
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
-def test_nobody_is_told_a_wildcard(wildcard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wildcard_is_never_advertised(wildcard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HOST_IP", "192.0.2.5")
     assert reachable_host(wildcard) == "192.0.2.5"

@@ -146,7 +146,7 @@ async def test_the_engine_s_own_end_fits(client: Any, credentials: Credentials) 
     await relay.close()
 
 
-async def test_nobody_reads_along(context: zmq.asyncio.Context, client: Any, credentials: Credentials) -> None:
+async def test_relay_is_encrypted(context: zmq.asyncio.Context, client: Any, credentials: Credentials) -> None:
     """A listener on the wire sees neither request ids nor addresses."""
     recorded = bytearray()
     relay = RelayAddress.parse(client.relay_address)

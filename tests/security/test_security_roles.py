@@ -91,7 +91,7 @@ REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("role", [*Role, None])
-async def test_what_a_token_opens(server: RunningServer, role: Role | None) -> None:
+async def test_tokens_open_their_role_s_methods(server: RunningServer, role: Role | None) -> None:
     token = {Role.PEER: PEER, Role.OPERATOR: OPERATOR, Role.READER: READER, None: "x" * 64}[role]
     for method in METHODS:
         path = path_of(method)
@@ -114,7 +114,7 @@ async def test_a_peer_s_prompts_are_not_for_operators_nor_drains_for_peers(serve
 
 
 @pytest.mark.asyncio
-async def test_who_watches_may_not_report(instance: Credentials) -> None:
+async def test_reader_may_not_report(instance: Credentials) -> None:
     store = EmbeddedStore("127.0.0.1", 0, credentials=instance)
     await store.start()
     try:

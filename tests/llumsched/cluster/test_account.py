@@ -125,7 +125,7 @@ TestEngines.settings = settings(
         (InferType.DECODE, Counters(1, 0, 1, 0, 0, 7, 7)),
     ],
 )
-def test_one_request_is_one_request(infer_type: InferType, counters: Counters) -> None:
+def test_request_is_counted_once(infer_type: InferType, counters: Counters) -> None:
     account = Account(lambda: 0.0, STALE_S)
     account.dispatched("r", "a", infer_type, 7)
     assert account.in_flight.of("a") == counters

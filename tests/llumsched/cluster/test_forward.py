@@ -111,7 +111,7 @@ def busy(here: World, chance: random.Random, least_output: int = 1) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_is_told_is_moved_on_to_what_is_then_true(seed: int) -> None:
+def test_status_is_moved_on_to_the_later_truth(seed: int) -> None:
     """Prefills in chunks, prompts that wait, growing caches, ends that are foretold: block by block. Of several that
     wait it is known how long they are together, and so about when each of them is admitted."""
     chance = random.Random(seed)
@@ -150,7 +150,7 @@ def test_a_stale_status_is_wrong_where_the_moved_one_is_right() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_was_sent_since_is_where_it_then_is(seed: int) -> None:
+def test_sent_requests_are_moved_on(seed: int) -> None:
     chance = random.Random(seed)
     with world() as here:
         busy(here, chance, least_output=300)
@@ -171,7 +171,7 @@ def test_what_was_sent_since_is_where_it_then_is(seed: int) -> None:
             assert prefill == true.num_uncomputed_tokens_scheduler_running_prefills
 
 
-def test_who_waits_in_vain_goes_on_waiting() -> None:
+def test_blocked_request_stays_waiting() -> None:
     config = replace(CONFIG, num_blocks=200)
     with world(config) as here:
         for number in range(3):
@@ -188,7 +188,7 @@ def test_who_waits_in_vain_goes_on_waiting() -> None:
         assert here.moved(DECODES) == true.scheduler_running_to_decode_requests_num
 
 
-def test_who_waits_in_vain_follows_who_ends() -> None:
+def test_blocked_request_is_admitted_after_an_end() -> None:
     config = replace(CONFIG, num_blocks=200)
     with world(config) as here:
         here.add("short", 1500, 12)

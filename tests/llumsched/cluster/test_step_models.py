@@ -84,7 +84,7 @@ def test_before_anything_is_known_nothing_is_said(world: World) -> None:
     assert world.column("step_stretch", "a") == 1.0
 
 
-def test_what_one_shows_is_known_of_all_of_its_kind(world: World) -> None:
+def test_steps_of_an_instance_teach_its_kind(world: World) -> None:
     world.appear("a", model="m1")
     world.appear("b", model="m1")
     world.appear("c", model="m2")
@@ -233,7 +233,7 @@ def test_no_more_is_learnt_from_than_the_next_fit_needs(world: World) -> None:
     assert online._num_added < 16 + 128 + 16, "until the next fit"
 
 
-def test_who_leaves_is_forgotten(world: World) -> None:
+def test_left_instance_is_forgotten(world: World) -> None:
     world.appear("a")
     world.learn("a", MEASURED[:40])
     world.view.remove("a")

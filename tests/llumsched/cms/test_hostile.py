@@ -174,7 +174,7 @@ async def test_a_replaced_life_is_told_so(store: EmbeddedStore, stub: Any) -> No
     new.cancel()
 
 
-async def test_who_has_left_stays_away(store: EmbeddedStore, stub: Any) -> None:
+async def test_signed_off_life_does_not_return(store: EmbeddedStore, stub: Any) -> None:
     call = await begin(stub)
     await call.write(InstanceReport(leaving=True))
     assert await call.read() is not aio.EOF
@@ -232,7 +232,7 @@ async def test_a_flood_is_slowed_and_disturbs_nobody(
     assert number < 50 * (seconds + 1) + 2
 
 
-async def test_what_a_report_costs_is_counted_in_time() -> None:
+async def test_report_costs_are_counted_in_time() -> None:
     now = [0.0]
     allowance = allowance_module.TimeAllowance(lambda: now[0])
     names = [f"{number:036d}" for number in range(4000)]

@@ -58,7 +58,7 @@ def ask(lists: PeerLists, *own: str, digest: str = "", number: int = 0) -> list[
     return [peer.instance_id for peer in answer.peers]
 
 
-def test_who_is_no_peer() -> None:
+def test_incompatible_instance_is_no_peer() -> None:
     """Not the caller's own, not who takes nothing, nor who cannot exchange requests with it."""
     view = View()
     for name, digest, said in (

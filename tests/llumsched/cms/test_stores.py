@@ -119,7 +119,7 @@ async def test_an_idle_instance_stays(source: Source) -> None:
         await until(lambda: source.store.view["sim-0"].received_s > before)
 
 
-async def test_who_falls_silent_is_taken_out(source: Source) -> None:
+async def test_silent_instance_is_removed(source: Source) -> None:
     async with SimulatedCluster(2, source.reports) as cluster:
         for instance in cluster.instances.values():
             await reported(source.store, instance)

@@ -116,7 +116,7 @@ def test_faults(capsys: pytest.CaptureFixture[str], arguments: list[str], fault:
         (["--cluster", "a", "--cms", "c:1"], {}, "c:1", "a:8002"),
     ],
 )
-def test_one_address_names_a_cluster(
+def test_cluster_is_named_by_its_scheduler(
     words: list[str], environ: dict[str, str], cms: str, scheduler: str | None
 ) -> None:
     top = prepare("top", ["top", "--once", *words], environ)

@@ -37,7 +37,7 @@ async def test_streams_that_were_cut_are_a_failure(llumnix: Llumnix, source: Ins
     assert (last["event"], last["num_cut"], last["exit_code"]) == ("summary", 2, 1)
 
 
-async def test_nobody_there(llumnix: Llumnix) -> None:
+async def test_drain_of_an_unreachable_instance_fails(llumnix: Llumnix) -> None:
     done = await llumnix("drain", "--llumlet", "127.0.0.1:1", "--json")
     assert done.code == ExitCode.UNREACHABLE
     assert done.lines[0]["event"] == "error"

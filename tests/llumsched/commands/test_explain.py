@@ -39,7 +39,7 @@ def test_predictions_say_how_sure_they_are(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_what_was_moved_on_is_shown_as_it_was_told_and_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_reported_and_estimated_values(capsys: pytest.CaptureFixture[str]) -> None:
     said = answer(None, None)
     moved = {"num_used_gpu_tokens": [8160.0, 8544.0], "num_free_blocks": [3.0, 2.0], "sent_requests": [1.0, 0.0]}
     for instance, each in zip(said["stages"][0]["instances"], (moved, {}), strict=True):
@@ -77,7 +77,7 @@ def test_a_long_name_takes_no_more_room_than_its_numbers(capsys: pytest.CaptureF
     ]
 
 
-def test_who_was_not_chosen_is_told_the_number_that_lost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_the_losing_metric(capsys: pytest.CaptureFixture[str]) -> None:
     said = answer(None, None, None, None)
     (stage,) = said["stages"]
     stage["metrics"].append({"name": "n", "better": "less"})
@@ -148,7 +148,7 @@ def test_a_pass_that_would_plan_nothing_says_why(capsys: pytest.CaptureFixture[s
         (["--rescheduling", "--policy=neutral_load", "--scheduler=h:1", "--json"], []),
     ],
 )  # fmt: skip
-def test_what_is_of_no_use_is_a_fault(arguments: list[str], faults: list[str]) -> None:
+def test_useless_flag_is_a_fault(arguments: list[str], faults: list[str]) -> None:
     assert prepare("explain", ["explain", *arguments], {}).faults == faults
 
 

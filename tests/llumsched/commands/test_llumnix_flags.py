@@ -69,7 +69,7 @@ def test_nothing_is_said_of_flags_that_llumnix_has_not() -> None:
     assert [each for each in patterns if not any(fnmatchcase(flag, each) for flag in FLAGS)] == []
 
 
-def test_what_stands_in_their_place_is_there() -> None:
+def test_replacements_of_llumnix_flags_exist() -> None:
     named = {flag for _, instead in ABSENT for flag in re.findall(r"--[a-z-]+", instead)}
     llumlet = {entry.setting.flag for entry in all_entries((LlumletConfig, CredentialFiles))}
     assert named - settings_of(*COMMANDS) - llumlet - {"--config"} == set()
@@ -115,5 +115,5 @@ def test_the_urls_that_are_named_do_what_is_said_of_them() -> None:
          ["unknown argument '--kvs-backend'", "unknown argument '--max-queue-size=1'"]),
     ],
 )  # fmt: skip
-def test_what_is_said_of_a_command_line(command: str, words: list[str], said: list[str]) -> None:
+def test_llumnix_command_line_gets_hints(command: str, words: list[str], said: list[str]) -> None:
     assert prepare(command, [command, *words], {}).faults == said

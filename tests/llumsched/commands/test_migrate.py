@@ -27,7 +27,7 @@ def asked(source: Instance) -> MigrateRequest:
     return request
 
 
-async def test_one_request_moves(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
+async def test_migrate_moves_a_request(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
     done = await llumnix(*between(source, destination), "--request", "cmpl-abc123")
     assert done.code == 0
     request = asked(source)
@@ -118,9 +118,7 @@ async def test_a_request_that_stays_is_explained(llumnix: Llumnix, source: Insta
     assert done.lines[-1]["exit_code"] == 1
 
 
-async def test_what_goes_without_its_kv_cache_is_told(
-    llumnix: Llumnix, source: Instance, destination: Instance
-) -> None:
+async def test_migrate_tells_recomputed_requests(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
     source.agent.tokens_alone["cmpl-abc123-0a1b2c3d"] = "not exactly one KV cache group"
     done = await llumnix(*between(source, destination), "--all")
     assert done.code == 0

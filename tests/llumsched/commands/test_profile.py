@@ -31,20 +31,22 @@ def test_no_cell_is_more_than_the_engine_has_room_for(most_tokens: int, capacity
     assert len({cell.prompt for cell in plan if cell.number == 1 and cell.output > 2}) >= 2
 
 
-def test_what_a_client_sees_stands_for_steps() -> None:
+def test_client_s_view_stands_for_steps() -> None:
     assert _as_steps(Cell(1, 100, 2), [[0.05, 0.08]]) == [MeasuredStep(100, 5050, 0, 0, 0.05)]
     two = [[0.1, 0.2, 0.3], [0.2, 0.25, 0.3]]
     assert _as_steps(Cell(2, 100, 32), two) == [MeasuredStep(0, 0, 2, 2 * 116, pytest.approx(0.075))]
 
 
 @pytest.mark.parametrize("given", [[], ["--llumlet", "127.0.0.1:7000", "--endpoint", "http://127.0.0.1:8000"]])
-def test_one_engine_is_named(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_needs_exactly_one_engine(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *given]) == ExitCode.USAGE
     assert "exactly one of --llumlet and --endpoint is needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--llumlet", "127.0.0.1:1"], ["--endpoint", "http://127.0.0.1:1"]])
-def test_nobody_is_there(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_an_unreachable_engine_fails(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "p.json"
     assert cli.main(["profile", *flags, "--output", str(file)]) == ExitCode.UNREACHABLE
     assert "llumnix profile: " in capsys.readouterr().err

@@ -30,7 +30,7 @@ async def test_ps_shows_a_row_per_request(llumnix: Llumnix, source: Instance) ->
     assert rows[3].rstrip().endswith("→ fake-b copying local")
 
 
-async def test_what_leaves_its_kv_cache_behind(llumnix: Llumnix, source: Instance) -> None:
+async def test_ps_shows_requests_that_lose_their_kv_cache(llumnix: Llumnix, source: Instance) -> None:
     source.agent.kv_unsupported = "not exactly one KV cache group"
     source.agent.requests[:] = [
         request_info("cmpl-one-11111111", moves_as=Mode.RECOMPUTE, detail=source.agent.kv_unsupported),

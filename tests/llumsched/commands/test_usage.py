@@ -126,7 +126,7 @@ def test_which_requests(capsys: pytest.CaptureFixture[str], flags: list[str], fa
         (["--all", "--order", "FCW"], "NUM_REQ", "FCW", ("num_reqs", -1)),
     ],
 )
-def test_what_rules_ask_for(flags: list[str], rule: str, order: str, value: tuple[str, float]) -> None:
+def test_rules_become_messages(flags: list[str], rule: str, order: str, value: tuple[str, float]) -> None:
     migration, _, found = prepare("migrate", ["migrate", *ENDS, *flags], {})
     assert found == []
     request = migration.request

@@ -39,7 +39,7 @@ class Cluster:
         return set(self.complaints.of(gateway))
 
 
-def test_what_an_instance_says_itself_is_believed_from_one_gateway_for_all() -> None:
+def test_complaint_about_behaviour_counts_for_all_gateways() -> None:
     cluster = Cluster(10)
     cluster.complain("a", Cause.ERRORS, 3)
     assert cluster.complaints.of("a") == cluster.complaints.of("unknown") == {"i3": "errors: said"}
@@ -48,7 +48,7 @@ def test_what_an_instance_says_itself_is_believed_from_one_gateway_for_all() -> 
 
 
 @pytest.mark.parametrize("cause", [Cause.UNREACHABLE, Cause.SILENCE])
-def test_what_may_be_the_way_counts_for_oneself_and_from_more_than_half_for_all(cause: Cause) -> None:
+def test_unreachability_counts_for_all_from_more_than_half(cause: Cause) -> None:
     cluster = Cluster(10)
     cluster.complain("a", cause, 3)
     for gateway in "bc":

@@ -202,7 +202,7 @@ def test_a_sick_node_gets_nothing() -> None:
     assert {cluster.place(f"s{n}")[0] for n in range(30)} == {"a", "b", "c"}
 
 
-def test_what_is_remembered_is_forgotten() -> None:
+def test_memory_of_placements_is_bounded() -> None:
     cluster = Cluster(full(), *"ab")
     for number in range(50):
         cluster.now += 1.0

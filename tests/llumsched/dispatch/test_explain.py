@@ -30,7 +30,7 @@ def names(stage: dict[str, Any], *, compared: bool) -> list[str]:
     return [metric["name"] for metric in stage["metrics"] if metric["compared"] is compared]
 
 
-def test_what_somebody_asks_for_is_told_beside_what_decides() -> None:
+def test_explain_shows_requested_metrics() -> None:
     stage = told("load-balance", "num_waiting_requests", "freeness", "num_requests", "freeness")
     assert "num_requests" in names(stage, compared=True)
     assert names(stage, compared=False) == ["num_waiting_requests", "freeness"]

@@ -52,14 +52,14 @@ def test_requests_that_come_for_each_that_was_sent(number: int) -> None:
         assert world.senders.number == 1.0, "not a little more or less"
 
 
-def test_who_comes_or_goes_is_noticed() -> None:
+def test_appearing_and_leaving_schedulers_are_noticed() -> None:
     world = World("a", "b")
     world.play(4, 60)
     world.play(1, 60)
     assert world.senders.number == 1.0
 
 
-def test_what_came_before_it_looked_was_sent_by_others() -> None:
+def test_earlier_requests_count_as_others() -> None:
     """A scheduler that starts finds ten seconds of requests named that it has not sent, and that say nothing."""
     world = World("a")
     world.recent["a"] = [(0.0, f"old{number}") for number in range(100)]

@@ -95,7 +95,7 @@ async def test_answers_in_pieces_of_any_size(name: str, size: int) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", BROKEN)
-async def test_what_is_no_answer_closes_the_connection(name: str) -> None:
+async def test_invalid_answer_closes_the_connection(name: str) -> None:
     connection, transport = _connection()
     connection.data_received(BROKEN[name])
     with pytest.raises(StreamLost):  # noqa: PT012 (either may raise)
@@ -233,7 +233,7 @@ async def test_a_kept_connection_that_the_engine_closed_meanwhile_is_replaced() 
 
 
 @pytest.mark.asyncio
-async def test_nobody_listens() -> None:
+async def test_refused_connection_is_lost() -> None:
     upstream = Upstream(1.0)
     async with _server(lambda writer, number: None) as backend:
         pass

@@ -172,7 +172,7 @@ def test_prompt_ids_are_kept_once_and_as_they_came(keeps_ids: bool) -> None:
     assert part.obj is body.content
 
 
-def test_what_is_taken_back_is_told_once() -> None:
+def test_retracted_tokens_are_delivered_once() -> None:
     """Also if the second engine is lost before it has generated all of it."""
     body = Body.read(json.dumps(BODIES[COMPLETIONS]).encode())
     transcript = Transcript(is_chat=False, keeps_ids=True, prompt_ids=b"1", token_ids=[2, 3, 4])
@@ -415,7 +415,7 @@ async def test_every_stream_of_a_lost_engine_goes_on() -> None:
         {"echo": True},
     ],
 )
-async def test_what_cannot_be_exact_ends_with_a_clear_error(wishes: dict[str, Any]) -> None:
+async def test_inexact_continuation_ends_with_a_clear_error(wishes: dict[str, Any]) -> None:
     async with cluster() as it:
         it.engines.cut_at = 300
         error = _error(await it.post(COMPLETIONS, BODIES[COMPLETIONS] | wishes))
@@ -506,7 +506,7 @@ async def test_limits_are_read_as_engines_read_them(limit: object, is_continued:
 
 
 @pytest.mark.asyncio
-async def test_what_an_engine_reads_and_the_gateway_does_not_ends_with_a_clear_error() -> None:
+async def test_unreadable_limits_end_with_a_clear_error() -> None:
     body = json.dumps(BODIES[COMPLETIONS]).encode().replace(b'"temperature": 0', b'"temperature": 1e999')
     async with cluster() as it:
         it.engines.cut_at = 300
@@ -555,11 +555,11 @@ def _error(reply: Reply) -> dict[str, Any]:
         ({"messages": [{"content": [{"type": "text", "text": ""}]}]}, ""),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], reason: str) -> None:
+def test_some_requests_are_not_continued(fields: dict[str, Any], reason: str) -> None:
     assert outline(fields).refusal == reason
 
 
-def test_what_would_be_long_to_read_is_refused() -> None:
+def test_long_document_is_not_continued() -> None:
     bias = {str(token): 1.0 for token in range(40_000)}
     assert outline({"prompt": [1] * 200_000, "logit_bias": {"1": 1.0}}).refusal == ""
     assert outline({"prompt": [1], "logit_bias": bias}).refusal == "its fields beside the prompt are too long"

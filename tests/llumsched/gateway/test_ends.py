@@ -291,7 +291,7 @@ async def test_request_that_two_engines_abort_ends(stream: bool) -> None:
 
 
 @pytest.mark.asyncio
-async def test_one_client_whose_requests_fail_everywhere_ejects_nobody() -> None:
+async def test_client_with_failing_requests_ejects_no_instance() -> None:
     """Two others stream meanwhile."""
 
     class Partly(Scripts):

@@ -550,7 +550,7 @@ async def test_engines_are_asked_for_a_clients_models_all_at_once() -> None:
 
 
 @pytest.mark.asyncio
-async def test_one_model_is_described_and_another_one_does_not_exist() -> None:
+async def test_known_model_is_described_and_unknown_gets_404() -> None:
     async with cluster(num_engines=1, mock=Mock(models=("org/mock",))) as it:
         for path in ("/v1/models/org/mock", "/v1/models/org%2Fmock"):
             reply = await it.get(path)

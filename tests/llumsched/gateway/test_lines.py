@@ -125,7 +125,7 @@ async def test_lines_that_stdout_does_not_take_are_counted(
     assert f"{counted():.0f} lines of the access log were dropped" in caplog.text
 
 
-def test_what_is_logged_waits_for_nobody_either(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_do_not_block(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = pipe
     monkeypatch.setattr(lines, "STDERR", writing)
     handler = LineHandler()

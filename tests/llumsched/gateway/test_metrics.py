@@ -98,7 +98,7 @@ async def test_continuations_are_counted_by_the_same_label() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_asks_for_metrics_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scrape_does_not_block_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, num_begun = threading.Event(), 0
     async with cluster(num_engines=1) as it:
         render = it.gateway.metrics.text

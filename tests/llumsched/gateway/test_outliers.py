@@ -113,7 +113,7 @@ def test_whom_no_connection_reaches_is_out_at_once_and_whatever_the_others_do(cl
     assert set(rules.ejected) == set("abc")
 
 
-def test_those_that_are_gone_are_no_part_of_the_fleet(clock: Clock) -> None:
+def test_unreachable_instances_are_not_part_of_the_fleet(clock: Clock) -> None:
     """They stay known for a while: of the others half may be out, not none."""
     rules = outliers(clock, size=20)
     for number in range(12):
@@ -147,7 +147,7 @@ def test_the_way_back_is_a_question_and_a_trial(clock: Clock) -> None:
     assert not rules.ejected, "the trial is over"
 
 
-def test_who_takes_nothing_is_asked_again_later_and_later_but_soon_enough(clock: Clock) -> None:
+def test_refusing_instance_is_asked_at_growing_intervals(clock: Clock) -> None:
     rules = outliers(clock)
     fail(rules, "a", 5)
     gaps, last_s = [], clock.now_s
@@ -160,7 +160,7 @@ def test_who_takes_nothing_is_asked_again_later_and_later_but_soon_enough(clock:
     assert gaps == [2, 4, 8, 16, 20]
 
 
-def test_who_could_not_be_asked_is_due_again_at_once(clock: Clock) -> None:
+def test_unasked_instance_is_due_again_at_once(clock: Clock) -> None:
     """The gateway had no descriptors, say: that is nothing against the instance."""
     rules = outliers(clock)
     fail(rules, "a", 5)

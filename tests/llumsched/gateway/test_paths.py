@@ -403,7 +403,7 @@ async def test_an_instance_that_refused_comes_back_if_it_has_no_completions_at_a
 
 
 @pytest.mark.asyncio
-async def test_what_an_api_server_does_alone_says_nothing_of_its_engine() -> None:
+async def test_work_of_the_api_server_alone_proves_no_engine() -> None:
     async with engines(1) as (it, _):
         (backend,) = it.gateway.backends
         backend.is_stalled = True
@@ -474,7 +474,7 @@ async def test_a_scheduler_places_and_is_told_of_the_end() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_not_passed_is_refused_with_the_reason() -> None:
+async def test_unpassed_path_is_refused_with_the_reason() -> None:
     async with engines() as (it, mock):
         for path, one in PATHS.items():
             status = {Kind.REFUSED: 403, Kind.CANNOT_PASS: 501}.get(one.kind)

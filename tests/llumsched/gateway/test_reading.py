@@ -396,7 +396,7 @@ async def _longest_turn_of_outline(body: Body) -> tuple[Outline, float]:
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_read_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreadable_body_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_READ_BYTES_PER_S", 1 << 40)
     large = Body(b'{"a":[' + b"[]," * (8 << 20) + b"[]]}", Head())
     async with _counter({}) as counter:

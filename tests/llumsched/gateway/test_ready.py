@@ -45,7 +45,7 @@ async def test_it_is_ready_while_one_instance_is_well() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_begins_to_listen_is_used_long_before_the_next_round() -> None:
+async def test_new_listener_is_used_before_the_next_round() -> None:
     """An engine is known to the scheduler before its API server listens. What one gateway cannot reach, all avoid."""
     async with cluster(models_refresh_s=3600) as it:
         await until(lambda: all(backend.models for backend in it.gateway.backends))
@@ -124,7 +124,7 @@ async def test_it_is_not_ready_while_nobody_is_known(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.asyncio
-async def test_what_looks_after_instances_survives_what_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_background_checks_survive_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_RESTART_S", 0.01)
     async with cluster(models_refresh_s=0.02) as it:
         refresh, asked = it.gateway.backends.refresh, 0

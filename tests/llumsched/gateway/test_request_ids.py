@@ -29,7 +29,7 @@ REQUESTS = [
         ("0_", ["0_twin-22222222"]),
     ],
 )
-def test_what_a_text_means(text: str, meant: list[str]) -> None:
+def test_texts_resolve_to_requests(text: str, meant: list[str]) -> None:
     assert find([text], REQUESTS) == (meant, [])
 
 

@@ -327,7 +327,7 @@ async def test_the_scheduler_is_told_the_objectives(
 
 
 @pytest.mark.asyncio
-async def test_what_came_of_predictions_is_measured() -> None:
+async def test_predictions_are_measured() -> None:
     body = BODY | {"stream": True, "max_tokens": 8}
     async with scheduled() as (it, scheduler):
         await it.post(COMPLETIONS, body)
@@ -418,7 +418,7 @@ async def test_settings_for_late_requests_without_a_policy_for_them_are_told_onc
 
 
 @pytest.mark.asyncio
-async def test_what_has_begun_goes_on_wherever_it_can() -> None:
+async def test_begun_stream_continues_where_it_can() -> None:
     async with scheduled() as (it, scheduler):
         it.engines.fail_at = 3
         body = BODY | {"stream": True, "max_tokens": 20}
@@ -537,7 +537,7 @@ async def test_lite_mode_reports_and_releases() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before() -> None:
+async def test_messages_to_a_scheduler_stay_in_order() -> None:
     """What waits meanwhile is told as it is by then, and not at all if it is over."""
     scheduler = MockScheduler(may_be_told=(may_be_told := asyncio.Event()))
     async with engine(scheduler) as (port, _, _), aiohttp.ClientSession() as session:  # type: ignore[arg-type]
@@ -598,7 +598,7 @@ async def test_ends_are_told_together_and_none_is_left_out_in_silence(
 
 
 @pytest.mark.asyncio
-async def test_what_is_over_before_its_beginning_was_reported_is_released_only() -> None:
+async def test_short_request_is_only_released() -> None:
     async with scheduled(full_mode=False) as (it, scheduler):
         await it.post(COMPLETIONS, BODY | {"stream": True})
         await until(lambda: scheduler.of("/release"))
@@ -682,7 +682,7 @@ async def test_waiting_for_an_instance_is_bounded_in_time() -> None:
         assert (reply.status, reply.headers["Retry-After"] in ("1", "2", "3")) == (503, True)
 
 
-def test_who_is_refused_at_once_is_not_told_to_come_back_at_once() -> None:
+def test_immediate_refusals_spread_their_retries() -> None:
     for told_s, expected in ((0.2, {"1", "2", "3"}), (59.2, {"60", "61", "62"})):
         errors = [Overloaded("", retry_after_s=told_s) for _ in range(100)]
         assert {failure(error, "").headers["Retry-After"] for error in errors} == expected
@@ -794,7 +794,7 @@ async def test_scheduler_that_leaves_a_question_unanswered_is_not_asked_another(
 
 
 @pytest.mark.asyncio
-async def test_one_dead_connection_keeps_requests_from_the_scheduler_for_seconds_only(
+async def test_dead_connection_delays_the_scheduler_only_for_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler_client, "_ASK_AGAIN_S", 0.0)

@@ -121,7 +121,7 @@ async def test_streams_of_a_dead_instance_go_on_at_the_only_one_that_is_left() -
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_reached_is_no_attempt() -> None:
+async def test_unreachable_instance_is_no_attempt() -> None:
     """Five of six are gone before the gateway knows, and it sends a request again only twice."""
     async with mortals(6, retry_max_count=2) as it:
         for mock in it.mocks:

@@ -96,7 +96,7 @@ def loop() -> VirtualLoop:
     return VirtualLoop()
 
 
-def test_who_must_have_its_first_token_soonest_goes_first(loop: VirtualLoop) -> None:
+def test_earliest_deadline_goes_first(loop: VirtualLoop) -> None:
     async def scenario() -> None:
         world = World(loop)
         slow, none, fast, urgent = (
@@ -116,7 +116,7 @@ def test_who_must_have_its_first_token_soonest_goes_first(loop: VirtualLoop) -> 
     play(scenario(), loop)
 
 
-def test_what_it_has_waited_before_counts(loop: VirtualLoop) -> None:
+def test_earlier_wait_counts(loop: VirtualLoop) -> None:
     async def scenario() -> None:
         world = World(loop)
         tasks = world.begin(Request("fresh", ttft_slo_ms=2000), Request("moved", ttft_slo_ms=3000, waited_ms=2000))
@@ -132,7 +132,7 @@ def test_what_it_has_waited_before_counts(loop: VirtualLoop) -> None:
     play(scenario(), loop)
 
 
-def test_who_is_late_stands_behind_who_is_not(loop: VirtualLoop) -> None:
+def test_late_request_waits_behind_punctual_ones(loop: VirtualLoop) -> None:
     async def scenario() -> None:
         world = World(loop)
         tasks = world.begin(Request("late", ttft_slo_ms=500))
@@ -168,7 +168,7 @@ def test_a_newcomer_does_not_overtake(loop: VirtualLoop) -> None:
     play(scenario(), loop)
 
 
-def test_one_model_does_not_wait_for_another(loop: VirtualLoop) -> None:
+def test_models_do_not_wait_for_each_other(loop: VirtualLoop) -> None:
     async def scenario() -> None:
         world = World(loop)
         world.scheduler.models_without = {"a"}
@@ -226,7 +226,7 @@ def test_objectives_do_not_prolong_the_wait_for_an_instance_that_is_not_there(lo
     play(scenario(), loop)
 
 
-def test_who_is_late_for_long_goes_where_there_is_no_room_in_time(loop: VirtualLoop) -> None:
+def test_long_late_request_is_placed_late(loop: VirtualLoop) -> None:
     async def scenario() -> None:
         world = World(loop, late_wait_s=7.0)
         world.scheduler.would_be_late = True

@@ -100,6 +100,6 @@ DECODES_OF_ONE_LENGTH = [
         ([step._replace(seconds=0.0) for step in steps(TRUE)], "took no time"),
     ],
 )
-def test_what_does_not_determine_five_numbers_is_refused(given: Sequence[MeasuredStep], said: str) -> None:
+def test_insufficient_steps_are_refused(given: Sequence[MeasuredStep], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         fit(given)

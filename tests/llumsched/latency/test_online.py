@@ -114,7 +114,7 @@ def test_before_there_are_enough_steps_there_is_no_model() -> None:
     assert fit.model is not None
 
 
-def test_what_a_profile_says_counts_until_more_is_known() -> None:
+def test_profile_counts_until_steps_are_known() -> None:
     """It is off by a fifth, as one of the same card in another rack may be."""
     near, prior = steps(TRUE, 500, seed=1), Coefficients(*(1.2 * each for each in TRUE))
     assert coefficients(learnt(prior=prior)) == pytest.approx(prior, rel=1e-3)

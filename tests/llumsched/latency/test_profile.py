@@ -43,7 +43,7 @@ def test_llumnix_s_two_files_say_what_the_numbers_say(tmp_path: Path) -> None:
         assert 1e3 * (a + d * batch + e * batch * length) == pytest.approx(result["p50"], rel=0.02)
 
 
-def test_one_of_the_two_is_enough(tmp_path: Path) -> None:
+def test_single_llumnix_file_is_enough(tmp_path: Path) -> None:
     found = read_llumnix([write(tmp_path / "ttft.json", TTFT)])
     assert found.coefficients.b == pytest.approx(TRUE.b, rel=0.05)
     assert (found.coefficients.d, found.coefficients.e) == (0, 0)

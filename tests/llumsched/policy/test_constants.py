@@ -57,7 +57,7 @@ def test_names_and_numbers() -> None:
         ("reserve=1,reserve=2", "reserve: both 1 and 2"),
     ],
 )
-def test_what_is_no_constant_is_said_with_all_others(text: str, fault: str) -> None:
+def test_faulty_constants_are_reported_together(text: str, fault: str) -> None:
     with pytest.raises(Faulty) as error:
         POLICY_CONSTANTS.read([text, "x=y"])
     assert error.value.faults == [fault, "x: 'y' is not a number"]
@@ -92,7 +92,7 @@ def test_rescheduling_takes_them_in_files_and_in_built_in_policies(own: str, pro
     assert "100" in str(of_file.sources.singles[-1]), "the filter goes by it"
 
 
-def test_one_value_is_for_dispatch_and_rescheduling_alike(own: str) -> None:
+def test_constant_applies_to_dispatch_and_rescheduling(own: str) -> None:
     config = read(
         "scheduler", IN_SCHEDULER, f"--scheduling-policy={own}", f"--rescheduling-policies={own}",
         "--policy-constant=reserve=9",
@@ -101,7 +101,7 @@ def test_one_value_is_for_dispatch_and_rescheduling_alike(own: str) -> None:
     assert config.policy.constants == policy.constants == {"reserve": 9.0, "share": 0.5}
 
 
-def test_one_that_nobody_defines_is_a_fault(own: str) -> None:
+def test_undefined_constant_is_a_fault(own: str) -> None:
     standalone = ["--standalone-rescheduling-mode", "--cms=127.0.0.1:1"]
     there = "; it defines reserve, share"
     for program, arguments, said in (
@@ -122,7 +122,7 @@ def test_in_a_scheduler_one_of_the_two_that_defines_it_is_enough(own: str, at: s
     assert [policy.constants["reserve"] for policy in policies if "reserve" in policy.constants] == [9.0]
 
 
-def test_what_a_flag_says_as_well_is_a_fault() -> None:
+def test_constant_beside_its_flag_is_a_fault() -> None:
     arguments = ["scheduler", "--scheduling-policy=slo", "--tpot-slo=40", "--policy-constant=tpot_slo=30"]
     assert prepare("scheduler", arguments, {}).faults == ["--policy-constant tpot_slo: --tpot-slo says it as well"]
 

@@ -83,7 +83,7 @@ def test_without_a_status_only_what_was_sent_counts() -> None:
         assert METRICS[name].at(table, 0) == math.inf
 
 
-def test_what_is_added_to_an_instance_counts_and_nothing_falls_below_zero() -> None:
+def test_added_weight_counts_and_values_stay_positive() -> None:
     table, usage = cases.table(LOADED), METRICS["kv_cache_usage_ratio_projected"]
     assert usage.at(table, 0, {"num_used_gpu_tokens": 1000}) == pytest.approx(0.2507)
     assert usage.at(table, 0, {"num_used_gpu_tokens": -5000}) == pytest.approx(0.0507)
@@ -95,7 +95,7 @@ def test_what_is_added_to_an_instance_counts_and_nothing_falls_below_zero() -> N
     ("there", "sent", "priority", "headroom"),
     [(0, 0, 0, 0), (0, 0, -1, 1 / 2), (2, 0, 5, 1 / 2), (2, 0, -1, 1 / 2), (0, 1, 0, 1 / 2)],
 )
-def test_who_is_urgent_and_who_comes_to_urgent_requests_needs_headroom(
+def test_urgent_requests_and_their_neighbours_need_headroom(
     there: int, sent: int, priority: int, headroom: float
 ) -> None:
     one = cases.instance("a", num_urgent_requests=there)
@@ -111,7 +111,7 @@ def test_where_nobody_asks_for_a_place_urgent_requests_alone_need_headroom() -> 
     assert METRICS["virtual_usage"].at(table, 0, {"num_used_gpu_tokens": 500}) == pytest.approx(1 / 2 + 0.05)
 
 
-def test_what_is_to_become_empty_is_fuller_than_anything() -> None:
+def test_instance_to_be_emptied_is_infinitely_full() -> None:
     """And never the better for its free memory."""
     table = cases.table(cases.instance("a", schedulable=False), cases.instance("b", num_used_gpu_tokens=20_000))
     assert METRICS["virtual_usage"].values(table).tolist() == [math.inf, 2]

@@ -97,7 +97,7 @@ def test_the_first_token_comes_when_it_was_said() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_was_sent_since_goes_before(seed: int) -> None:
+def test_requests_sent_since_go_first(seed: int) -> None:
     chance = random.Random(seed)
     with engine() as member:
         for number in range(5):
@@ -167,7 +167,7 @@ def without_place(chance: random.Random, ended_per_s: float) -> tuple[float, flo
 
 
 @pytest.mark.parametrize("ended_per_s", [0.05, 0.1])
-def test_who_finds_no_place_in_the_batch_waits_until_others_end(ended_per_s: float) -> None:
+def test_full_batch_delays_until_others_end(ended_per_s: float) -> None:
     waits = [without_place(random.Random(seed), ended_per_s) for seed in range(20)]
     said_s, came_s = (sum(times) / len(times) for times in zip(*waits, strict=True))
     assert said_s == pytest.approx(came_s, rel=0.35)
@@ -175,7 +175,7 @@ def test_who_finds_no_place_in_the_batch_waits_until_others_end(ended_per_s: flo
 
 
 @pytest.mark.parametrize("gone_per_s", [0.02, 0.04])
-def test_who_finds_no_room_waits_until_others_end(gone_per_s: float) -> None:
+def test_full_cache_delays_until_others_end(gone_per_s: float) -> None:
     """On average: who ends next is not known."""
     waits = [full(random.Random(seed), gone_per_s) for seed in range(20)]
     said_s, came_s = (sum(times) / len(times) for times in zip(*waits, strict=True))
@@ -183,7 +183,7 @@ def test_who_finds_no_room_waits_until_others_end(gone_per_s: float) -> None:
     assert came_s > 1.5
 
 
-def test_what_prefills_take_stretches_the_time_between_tokens() -> None:
+def test_prefills_stretch_the_time_between_tokens() -> None:
     def tpot(stretch: float) -> float:
         table = standard_table(InFlight(), Known(stretch=stretch))
         table.appeared(cases.instance("a"))

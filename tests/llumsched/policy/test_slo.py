@@ -88,7 +88,7 @@ def test_where_nobody_is_in_time_the_least_miss() -> None:
         ([instance("full", used=0.96)], {"ttft_slo_ms": 5000}, ["roomFilter"]),
     ],
 )
-def test_who_may_wait_waits_for_somebody_in_time(
+def test_waiting_request_waits_for_a_punctual_instance(
     fleet: list[Instance], request_: dict[str, float], refused_by: list[str]
 ) -> None:
     made = decision(*fleet, may_wait=True, **{"ttft_slo_ms": 60_000, "tpot_slo_ms": 1000} | request_)
@@ -97,7 +97,7 @@ def test_who_may_wait_waits_for_somebody_in_time(
     assert chosen(*fleet, **request_) == fleet[0].id, "who may not wait goes"
 
 
-def test_who_is_late_already_goes_where_nobody_is_before_it() -> None:
+def test_late_request_goes_to_an_empty_queue() -> None:
     idle, busy = instance("idle"), instance("busy", waiting=500)
     late = {"ttft_slo_ms": 1000, "tpot_slo_ms": 100, "waited_ms": 5000, "may_wait": True}
     assert chosen(busy, **late) is None

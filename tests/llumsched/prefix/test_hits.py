@@ -78,7 +78,7 @@ def test_an_adapters_blocks_are_its_own() -> None:
     assert cluster.of(asked(100, "lora")) == {"a": 0, "b": 64}
 
 
-def test_who_left_or_came_back_holds_nothing() -> None:
+def test_left_or_restarted_instance_holds_nothing() -> None:
     one, other = instance("a"), instance("b")
     cluster = Cluster(one, other)
     for each in "ab":
@@ -188,7 +188,7 @@ def test_packed_names_are_read_back() -> None:
         names_in(b"seven")
 
 
-def test_what_was_sent_is_held_until_as_much_again_was_sent_twice() -> None:
+def test_sent_blocks_expire_by_later_ones() -> None:
     cluster = Cluster(instance("a"), instance("b"))
     cluster.hits = PrefixHits(PrefixIndex(10_000), sent_blocks=20)
     of_prompt = [

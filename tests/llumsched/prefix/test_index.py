@@ -120,7 +120,7 @@ def test_a_full_index_leaves_out_and_says_so_and_makes_nothing_up() -> None:
     assert index.depths(names[:10])[number] == 10
 
 
-def test_what_is_left_of_the_dead_makes_room_when_it_is_needed() -> None:
+def test_blocks_of_gone_instances_make_room() -> None:
     index = PrefixIndex(1000)
     draw = np.random.default_rng(4)
     for _ in range(20):

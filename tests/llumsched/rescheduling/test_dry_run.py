@@ -109,7 +109,7 @@ async def test_each_instance_s_load_and_why_it_neither_gives_nor_takes() -> None
     assert move["gain"] > move["cost"] > 0
 
 
-async def test_what_a_selector_asks_beyond_the_filters_is_told_as_well() -> None:
+async def test_dry_run_shows_the_selector_s_own_conditions() -> None:
     idle = instance("idle", incarnation="x", max_migrations_in=1, num_migrate_in_reqs=1)
     config = replace(BALANCING, neutral=LoadTarget(threshold=0.7))
     async with world(config, [*cluster(), idle, instance("decode", instance_type="decode", incarnation="x")]) as asked:
@@ -178,7 +178,7 @@ async def test_asking_changes_nothing_and_the_next_pass_plans_the_same() -> None
         assert said == [{"by": "history", "reason": "is left alone for a while: it gave nothing, or failed"}]
 
 
-async def test_what_has_expired_is_forgotten_by_a_pass_and_not_by_asking() -> None:
+async def test_dry_run_forgets_nothing() -> None:
     async with world(BALANCING, cluster()) as asked:
         history = asked.rescheduler._history
         history.moved("cold", "a request", now_s=-1e9)

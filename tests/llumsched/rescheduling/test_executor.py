@@ -193,7 +193,7 @@ async def test_a_misfit_takes_nothing_from_a_move_that_succeeds(world: World) ->
     assert world.history.obstacle("sim-2", "sim-1", world.now_s) == ""
 
 
-async def test_what_is_known_of_misfits_goes_with_the_instance_and_with_time(world: World) -> None:
+async def test_misfits_are_forgotten_with_instance_and_time(world: World) -> None:
     history, pair = world.history, move()
     history.does_not_fit("sim-1", "r", 0.0)
     assert history.left_out(pair, 599.0) == {"r"}

@@ -59,7 +59,7 @@ def made_by(chooses: Callable[[Draft], None], config: ReschedulingConfig = CONFI
 A, B, C, D, E, F = range(6)
 
 
-def test_one_that_raises_keeps_nobody_else_from_moving() -> None:
+def test_raising_selector_does_not_stop_others() -> None:
     def chooses(draft: Draft) -> None:
         raise ZeroDivisionError("no instance")
 
@@ -68,7 +68,7 @@ def test_one_that_raises_keeps_nobody_else_from_moving() -> None:
     assert {move.source for move in made.moves} == {"e"}, "a failover needs all destinations"
 
 
-def test_what_it_chose_before_it_raised_stays() -> None:
+def test_moves_chosen_before_an_exception_stay() -> None:
     def chooses(draft: Draft) -> None:
         move(draft, A, B)
         raise ValueError

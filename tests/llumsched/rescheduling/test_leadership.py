@@ -49,7 +49,7 @@ async def started(redis: RedisServer | SentinelGroup, name: str) -> Lease:
     return lease
 
 
-async def test_one_leads_and_the_next_one_follows_at_once(redis: RedisServer) -> None:
+async def test_standby_follows_the_leader_at_once(redis: RedisServer) -> None:
     first = await started(redis, "first")
     await until(lambda: first.term > 0)
     second = await started(redis, "second")
@@ -62,7 +62,7 @@ async def test_one_leads_and_the_next_one_follows_at_once(redis: RedisServer) ->
     await second.close()
 
 
-async def test_who_stands_still_is_no_leader_when_it_goes_on(redis: RedisServer) -> None:
+async def test_stopped_leader_has_lost_its_lease(redis: RedisServer) -> None:
     first, second = await started(redis, "first"), await started(redis, "second")
     await until(lambda: bool(first.term or second.term))
     leader, other = (first, second) if first.term else (second, first)

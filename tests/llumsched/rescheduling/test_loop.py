@@ -136,7 +136,7 @@ async def test_the_interval_is_the_upper_bound_and_load_wakes_earlier() -> None:
         assert rescheduler.records.passes[-1].woken_by == "interval"
 
 
-async def test_who_is_about_to_preempt_wakes_at_once_and_once() -> None:
+async def test_imminent_preemption_wakes_once() -> None:
     view, update_ids = View(), itertools.count(1)
 
     def tell(num_lacking: int) -> None:

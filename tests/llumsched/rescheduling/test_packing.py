@@ -34,7 +34,7 @@ def at(name: str, tpot_ms: float, **fields: Any) -> Instance:
     return instance(name, number * 0.005, **{"max_migrations_out": 100, "max_migrations_in": 100, **busy, **fields})
 
 
-def test_who_is_too_slow_gives_the_last_that_came_to_the_slowest_that_stays_in_time() -> None:
+def test_mitigation_moves_the_last_request_to_the_fullest_punctual() -> None:
     [move] = planned([at("D1", 48.0), at("D2", 35.0), at("idle", 21.0)], MITIGATION, known=STEPS).moves
     assert (move.source, move.destination, move.purpose) == ("D1", "D2", Purpose.PACK)
     assert move.selection == Selection(Unit.NUM_REQ, Order.LCR, 1)
@@ -43,7 +43,7 @@ def test_who_is_too_slow_gives_the_last_that_came_to_the_slowest_that_stays_in_t
     assert pairs(planned([at("D1", 48.0), at("D2", 43.0)], MITIGATION, known=STEPS)) == []
 
 
-def test_who_has_little_to_decode_gives_all_of_it_to_the_slowest_that_stays_in_time() -> None:
+def test_consolidation_moves_all_to_the_fullest_punctual() -> None:
     [move] = planned([at("D3", 25.0), at("D4", 40.0), at("D5", 30.0)], CONSOLIDATION, known=STEPS).moves
     assert (move.source, move.destination) == ("D3", "D4")
     assert move.selection == Selection(Unit.NUM_REQ, Order.LCR, 10), "what waits stays"
@@ -87,7 +87,7 @@ def test_no_more_at_a_time_than_may_move(fields: dict[str, int], number: int, va
         ({}, {"scheduler_running_to_decode_requests_num": 0}, "no_destination"),
     ],
 )
-def test_what_stays(source: dict[str, Any], destination: dict[str, Any], reason: str | None) -> None:
+def test_packing_leaves_some_requests(source: dict[str, Any], destination: dict[str, Any], reason: str | None) -> None:
     made = planned([at("a", 25.0, **source), at("b", 40.0, **destination)], CONSOLIDATION, known=STEPS)
     assert made.moves == ()
     assert list(made.results[0].refused) == ([reason] if reason else [])

@@ -80,13 +80,13 @@ def _decoding(name: str, number: int) -> Instance:
         (40, 4, 80.0, 0),
     ],
 )
-def test_who_is_late_gives_requests_to_who_stays_in_time(hot: int, cold: int, tpot_slo: float, number: int) -> None:
+def test_late_instance_gives_to_a_punctual_one(hot: int, cold: int, tpot_slo: float, number: int) -> None:
     config = ReschedulingConfig(policies=("neutral_tpot",), tpot_slo=tpot_slo)
     made = planned([_decoding("hot", hot), _decoding("cold", cold)], config, known=TWENTY_MS)
     assert pairs(made) == [("hot", "cold")] * bool(number)
 
 
-def test_who_would_wait_too_long_goes_where_it_would_not() -> None:
+def test_long_waiting_request_moves_where_it_waits_less() -> None:
     queue = {
         "num_waiting_requests": 4,
         "num_uncomputed_tokens_all_waiting_prefills": 4000,
@@ -130,7 +130,7 @@ def test_flags_of_load_do_not_change_what_is_late() -> None:
     assert (policy.selector.metric.name, policy.selector.threshold) == ("predicted_tpot", 0.0)
 
 
-def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:
+def test_waiting_requests_move_one_by_one_to_free_room() -> None:
     config = ReschedulingConfig(policies=("neutral_waiting",))
     queue = {
         "num_waiting_requests": 3,
@@ -162,7 +162,7 @@ def _queueing(cached: int) -> Instance:
     )
 
 
-def test_what_waits_stays_where_its_prompt_is_cached_unless_it_is_so_elsewhere() -> None:
+def test_waiting_request_stays_with_its_cached_prompt() -> None:
     config = ReschedulingConfig(policies=("neutral_waiting",))
     cluster = [_queueing(cached=9_000), instance("room", 0.5), instance("other", 0.55)]
     slow = Known(Coefficients(a=0.02, b=0.002, c=0.0, d=0.001, e=0.0))
@@ -179,7 +179,7 @@ def test_what_waits_stays_where_its_prompt_is_cached_unless_it_is_so_elsewhere()
     assert (move.destination, move.cost) == ("room", 0), "it may be cached there as well"
 
 
-def test_what_is_computed_again_costs_more_the_further_back_it_is() -> None:
+def test_recomputation_costs_grow_with_the_position() -> None:
     """By the tokens that each of its own attends to."""
     config = ReschedulingConfig(policies=("neutral_waiting",))
     attention = Known(Coefficients(a=0.02, b=0.0, c=1e-9, d=0.001, e=0.0))
@@ -194,7 +194,7 @@ STEPS = {"num_decode_steps": 1000, "decode_steps_s": 25.0}
 """A fortieth of a second each: twenty decodes fill 800 tokens in a second."""
 
 
-def test_who_will_preempt_soon_gives_the_last_of_its_batch_to_who_has_room_for_longer() -> None:
+def test_imminent_preemption_gives_the_last_of_the_batch() -> None:
     config = ReschedulingConfig(policies=("neutral_preemption",))
     [move] = planned([instance("full", 0.993, **STEPS), instance("room", 0.9, **STEPS)], config).moves
     assert (move.source, move.destination) == ("full", "room")
@@ -205,7 +205,7 @@ def test_who_will_preempt_soon_gives_the_last_of_its_batch_to_who_has_room_for_l
     assert planned([instance("full", 0.993, **STEPS), instance("idle")], config).moves
 
 
-def test_who_lacks_a_block_gives_though_nothing_is_known_of_its_steps() -> None:
+def test_instance_without_blocks_gives_without_a_step_model() -> None:
     config = ReschedulingConfig(policies=("neutral_preemption",))
     short = instance("short", 0.95, num_lacking_blocks=1, **STEPS)
     assert pairs(planned([short, instance("room", 0.5)], config)) == [("short", "room")]
@@ -371,7 +371,7 @@ def test_only_request_is_not_moved_to_an_empty_instance() -> None:
     assert made.results[0].refused == {"not_worth_it": 1}
 
 
-def test_what_costs_more_than_it_brings_is_left() -> None:
+def test_unprofitable_move_is_left() -> None:
     """The same difference: small requests over a fast link, or a stall that is longer than the gain is worth."""
     cluster = [instance("a", 0.6), instance("b", 0.5)]
     assert pairs(planned(cluster, balancing(horizon_s=1.0))) == [("a", "b")]
@@ -381,7 +381,7 @@ def test_what_costs_more_than_it_brings_is_left() -> None:
     assert pairs(planned(heavy, balancing(link_bytes_per_s=1e13))) == [("a", "b")]
 
 
-def test_what_the_destination_has_is_not_copied() -> None:
+def test_cached_blocks_at_the_destination_are_not_copied() -> None:
     """Nor does it decide where hardly anything is to be copied at all."""
     cluster = [instance("a", 0.9, bytes_per_block=1 << 28), instance("b", 0.5), instance("c", 0.52)]
     slow = balancing(link_bytes_per_s=4e10)
@@ -412,7 +412,7 @@ def test_destination_that_does_not_tell_its_size_may_have_room() -> None:
     assert pairs(planned([instance("a", 0.9), unknown], decode_batches())) == [("a", "b")]
 
 
-def test_what_is_on_its_way_to_a_destination_needs_its_room() -> None:
+def test_coming_requests_need_room() -> None:
     config = decode_batches()
     history = History(config)
     small = {"scheduler_running_to_decode_requests_num": 2}
@@ -670,14 +670,14 @@ WITHOUT_KV = {"kv_unsupported": "not exactly one KV cache group"}
 WAITING = {"num_waiting_requests": 4, "num_uncomputed_tokens_all_waiting_prefills": 8_000}
 
 
-def test_what_costs_a_prefill_is_moved_from_what_fails_and_not_to_balance() -> None:
+def test_only_failover_may_cost_a_prefill() -> None:
     cluster = [instance("a", 0.9, **WITHOUT_KV), instance("b", 0.1, **WITHOUT_KV)]
     assert pairs(planned(cluster, balancing())) == []
     failing = [instance("a", 0.9, schedulable=False, **WITHOUT_KV), instance("b", 0.1, **WITHOUT_KV)]
     assert pairs(planned(failing, ReschedulingConfig(policies=FAILOVERS))) == [("a", "b")]
 
 
-def test_what_waits_is_moved_to_balance_as_well() -> None:
+def test_balance_moves_waiting_requests() -> None:
     cluster = [instance("a", 0.9, **WITHOUT_KV, **WAITING), instance("b", 0.1, **WITHOUT_KV)]
     first_come = Selection(Unit.NUM_REQ, Order.FCW, 2)
     assert pairs(planned(cluster, balancing(selection=first_come))) == [("a", "b")]
@@ -688,7 +688,7 @@ def test_a_destination_that_takes_no_kv_cache_is_none_to_balance_with() -> None:
     assert pairs(planned(cluster, balancing())) == [("a", "c")]
 
 
-def test_what_cannot_go_elsewhere_at_all_is_left() -> None:
+def test_immovable_request_is_left() -> None:
     marked = {"unsupported": "custom logits processors without the mark"}
     cluster = [instance("a", 0.9, schedulable=False, **marked), instance("b", 0.1, **marked)]
     assert pairs(planned(cluster, ReschedulingConfig(policies=FAILOVERS))) == []
@@ -700,7 +700,7 @@ def test_only_a_failover_takes_what_costs_a_prefill(purpose: Purpose, method: Mo
     assert migrate_request(move, instance("b")).method == method
 
 
-def test_what_waits_has_nothing_to_copy() -> None:
+def test_waiting_request_has_nothing_to_copy() -> None:
     heavy = {"bytes_per_block": 1 << 30}
     waiting = instance("a", num_waiting_requests=4, num_uncomputed_tokens_all_waiting_prefills=40_000, **heavy)
     config = balancing(selection=Selection(Unit.NUM_REQ, Order.FCW, 2))
@@ -715,7 +715,7 @@ def test_a_metric_to_which_a_request_makes_no_difference_moves_nothing() -> None
     assert (pairs(made), made.results[0].refused) == ([], {"not_worth_it": 1})
 
 
-def test_who_is_lost_has_failed_whatever_it_said_last() -> None:
+def test_lost_instance_has_failed() -> None:
     table, config = standard_table(InFlight()), ReschedulingConfig(FAILOVERS, failover_domain=FailoverDomain.NODE)
     for one in (instance("beside", 0.2, node_id="A"), instance("other", node_id="B")):
         table.appeared(one)

@@ -82,8 +82,7 @@ async def test_it_balances_and_says_so(cms: str) -> None:
 
 
 async def test_it_hears_what_caches_hold_and_weighs_it() -> None:
-    """`test_what_the_destination_has_is_not_copied` of the planner, over real streams: too much to copy, but for who
-    has nearly all of it."""
+    """The planner's `test_cached_blocks_at_the_destination_are_not_copied`, over real streams."""
     config = balancing(interval_ms=0, link_bytes_per_s=4e10)
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(embedded_store())

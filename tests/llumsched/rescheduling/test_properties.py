@@ -188,7 +188,7 @@ def _waiting(name: str, load: float, number: int, length: int, cached: float, he
 
 @settings(**DEADLINE)
 @given(st.lists(queues, min_size=2, max_size=8), st.floats(0, 1))
-def test_what_waits_never_moves_at_a_loss(rows: list[dict[str, Any]], share: float) -> None:
+def test_waiting_request_never_moves_at_a_loss(rows: list[dict[str, Any]], share: float) -> None:
     """What it costs, computed here by hand: as long as it is computed again, the destination holds it for nothing."""
     config = ReschedulingConfig(policies=("neutral_waiting",))
     cells = {f"i{number}": row for number, row in enumerate(rows)}

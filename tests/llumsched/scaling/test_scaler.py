@@ -70,7 +70,7 @@ def test_the_number_needed_is_the_papers_freeness_solved_for_it() -> None:
     assert advised(Scaler(CONFIG, BOUNDS), table.instances).saturation == pytest.approx(1.9 / 2)
 
 
-def test_who_leaves_or_says_nothing_is_not_counted_but_what_leaves_is_to_be_held() -> None:
+def test_leaving_and_silent_instances_do_not_count_but_their_load_does() -> None:
     table = cases.table(
         holding("serves", 5000, 10, now_s=100.0),
         holding("leaves", 4000, 10, now_s=100.0, schedulable=False),
@@ -104,7 +104,7 @@ def test_fewer_are_wanted_when_it_was_comfortable_for_long_enough() -> None:
     assert wanted[31:] == [2] * 9, "10,000 + 10 · 300"
 
 
-def test_one_peak_within_the_settling_time_keeps_them() -> None:
+def test_peak_within_the_settling_time_keeps_instances() -> None:
     world = World(number=6)
     world.plays(60, lambda _: 50_000, per_request=1000)
     wanted = world.plays(100, lambda now_s: 50_000 if now_s % 25 == 0 else 5_000, per_request=1000)

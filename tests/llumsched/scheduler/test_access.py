@@ -152,7 +152,7 @@ async def test_people_show_theirs(scheduler: RunningScheduler) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_said_to_it_is_encrypted(write: Write, tmp_path: Path) -> None:
+async def test_requests_are_encrypted(write: Write, tmp_path: Path) -> None:
     """By gateways and by people, and to nobody who has no certificate of the authority."""
     authority, strangers = Authority(tmp_path), Authority(tmp_path, "strangers")
     certificate, key = map(str, authority.issue("scheduler"))

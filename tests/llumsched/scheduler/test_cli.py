@@ -157,7 +157,7 @@ def test_a_flag_reaches_the_rescheduler_inside(flag: str, name: str, value: Any)
     assert found != usual
 
 
-def test_what_the_rescheduler_reads_as_well_may_change_nothing_in_the_policy(tmp_path: Path) -> None:
+def test_rescheduler_s_setting_may_leave_the_policy_unchanged(tmp_path: Path) -> None:
     policy = tmp_path / "bare.yaml"
     policy.write_text("full: {neutral: {selector: roundRobinSelector}}")
     flags = [f"--scheduling-policy={policy}", "--failover-domain=node", "--instance-staleness-seconds=9"]

@@ -25,7 +25,7 @@ from tests.llumsched import cases
 pytestmark = pytest.mark.asyncio
 
 
-async def test_what_is_written_is_what_is_read() -> None:
+async def test_gauges_equal_the_columns() -> None:
     names = "a", 'q"\\\n{}', "é"
     table = cases.table(*(cases.instance(name, num_used_gpu_tokens=number) for number, name in enumerate(names)))
     gauges = [

@@ -112,7 +112,7 @@ async def test_a_young_scheduler_does_not_choose_yet() -> None:
         assert 'scheduler_scheduling_failed_total{error_type="warming"} 2.0' in (await client.get("/metrics"))[1]
 
 
-async def test_what_is_on_its_way_counts(client: Client) -> None:
+async def test_dispatched_requests_count(client: Client) -> None:
     assert [await client.schedule(f"r{n}", prompt_num_tokens=10) for n in range(4)] == ["a", "b", "c", "a"]
     cases.put(client.running.view, "b", 2, recent_waiting_requests=["r1"])
     assert await client.schedule("r4", prompt_num_tokens=10) == "b"
@@ -164,14 +164,14 @@ async def test_the_id_of_a_gateway_that_says_what_it_tried_may_come_again(client
     assert set(client.running.dispatcher.ledger.in_flight.counters) == {"b"}
 
 
-async def test_nobody_serves_it(client: Client) -> None:
+async def test_unserved_model_gets_404(client: Client) -> None:
     assert await client.post("/schedule", {"id": "r", "model": "x"}) == (
         404,
         "endpoint not found: no instance serves model 'x'",
     )
 
 
-async def test_nobody_takes_it(client: Client) -> None:
+async def test_refused_request_gets_429(client: Client) -> None:
     for name in "abc":
         cases.put(client.running.view, name, 2, schedulable=False, api_server_port=8000 + ord(name), node_id=name)
     assert await client.post("/schedule", {"id": "r", "model": "m"}) == (429, "no available endpoint")
@@ -252,7 +252,7 @@ async def test_further_metrics_are_told_to_who_asks(client: Client) -> None:
     assert (await client.post("/debug/schedule", {"metrics": ["freeness"] * 65}))[0] == 400
 
 
-async def test_what_a_policy_s_file_says_of_priorities_decides(tmp_path: Path) -> None:
+async def test_policy_file_decides_about_priorities(tmp_path: Path) -> None:
     file = tmp_path / "urgent.yaml"
     file.write_text("""
 define: {filters: {reserveFilter: {refuse: priority >= 0 and num_used_gpu_tokens > 5000, said: kept for the urgent}}}
@@ -273,7 +273,7 @@ full: {neutral: {metrics: [num_requests], filters: [reserveFilter], selector: {m
         assert wrong == (400, "Expected `int`, got `str` - at `$.priority`")
 
 
-async def test_what_is_predicted_is_told_and_can_be_asked_of_by_a_policy(tmp_path: Path) -> None:
+async def test_predictions_are_told_and_usable_in_policies(tmp_path: Path) -> None:
     """Of an instance whose steps are known; the file sends nothing where the first token would take 0.8 seconds."""
     file = tmp_path / "soon.yaml"
     file.write_text("""
@@ -337,7 +337,7 @@ async def test_a_policy_by_predictions_places_before_anything_is_predicted(clien
         assert [name for name in answer["scheduling_result"][0] if name.startswith("predicted")] == []
 
 
-async def test_what_gateways_tell_of_objectives_is_shown_to_who_looks(client: Client) -> None:
+async def test_met_objectives_are_shown(client: Client) -> None:
     for counts in ((0, 0), (7, 3)):
         body = {"gateway_id": "g", "models": [{"model": "m", "num_met": counts[0], "num_missed": counts[1]}]}
         assert await client.post("/attainment", body) == (200, "")

@@ -130,7 +130,7 @@ async def test_models(scheduler: RunningScheduler, engines: list[Engine]) -> Non
     assert (await post(scheduler, "/schedule", {"id": "x", "model": "unheard"}))[0] == 404
 
 
-async def test_what_an_engine_is_there_for(engines: list[Engine]) -> None:
+async def test_lite_engine_has_its_infer_type(engines: list[Engine]) -> None:
     types = dict(zip((engine.address for engine in engines[:2]), (InferType.PREFILL, InferType.DECODE), strict=True))
     policy = load_policy("load-balance", Mode.LITE)
     running = await serve(SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=types))

@@ -115,7 +115,7 @@ async def test_a_beat_comes_without_any_change_and_tells_the_age_of_a_lost_view(
 
 
 @pytest.mark.asyncio
-async def test_who_left_and_came_back_is_told_once_as_the_new_life() -> None:
+async def test_returned_instance_is_told_once() -> None:
     view = View()
     feed = Feed(view, None)
     reader = feed.join()
@@ -154,7 +154,7 @@ async def test_readers_that_are_told_at_one_time_share_what_is_predicted(monkeyp
 
 
 @pytest.mark.asyncio
-async def test_what_is_kept_for_a_slow_reader_is_bounded_and_the_newest() -> None:
+async def test_slow_reader_s_backlog_is_bounded_and_newest() -> None:
     view, records = View(), Records()
     feed = Feed(view, records)
     reader = feed.join()

@@ -111,7 +111,7 @@ async def test_metrics_say_what_was_hit_and_how_much_is_known(cluster: Cluster) 
         assert line in text, text
 
 
-async def test_who_does_not_ask_for_hits_knows_none() -> None:
+async def test_policy_without_hits_follows_no_cache() -> None:
     async with AsyncExitStack() as stack:
         policy = load_policy("load-balance", Mode.FULL)
         for cache_aware in (False, True):

@@ -17,7 +17,7 @@ class Clock:
         return self.now_s
 
 
-def test_what_is_older_than_a_minute_counts_no_more() -> None:
+def test_counts_expire_after_a_minute() -> None:
     clock = Clock()
     shares = RecentShares(clock)
     shares.add("a", Share(1, 2))
@@ -31,7 +31,7 @@ def test_what_is_older_than_a_minute_counts_no_more() -> None:
     assert shares.sums() == {}
 
 
-def test_what_is_kept_is_bounded_by_the_seconds_of_a_minute() -> None:
+def test_memory_is_bounded_by_the_seconds_of_a_minute() -> None:
     clock = Clock()
     shares = RecentShares(clock)
     for _ in range(10_000):

@@ -76,7 +76,7 @@ async def test_every_group_with_why_and_who_would_leave(client: Client) -> None:
     ]
 
 
-async def test_one_group_alone_for_scalers_that_read_a_number(client: Client) -> None:
+async def test_single_group_is_told_for_simple_scalers(client: Client) -> None:
     while (await groups(client, "?model=m"))[0] != 200:
         pass
     assert (await groups(client, "?model=m"))[1]["wanted"] == 3

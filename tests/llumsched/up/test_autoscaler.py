@@ -140,7 +140,7 @@ async def test_while_the_scheduler_says_nothing_nothing_changes_but_the_least_is
     assert "engine-0.0 ended by itself; the next one is started in 0.02 s at the earliest" in world.said
 
 
-async def test_who_leaves_is_who_the_scheduler_names_and_has_all_the_time() -> None:
+async def test_named_engine_leaves_without_a_limit() -> None:
     world = World(Bounds(1, 3))
     async with world.runs():
         world.wants(3)
@@ -177,7 +177,7 @@ async def test_the_place_of_one_that_leaves_is_free_when_its_engine_is_gone_thou
         await settles(lambda: world.names() == ["engine-0.0", "engine-1.0", "engine-1.1"])
 
 
-async def test_one_that_ends_while_it_starts_is_followed_by_another() -> None:
+async def test_engine_that_ends_at_start_is_replaced() -> None:
     world = World(Bounds(1, 2))
     world.fates["engine-1.0"] = "ends"
     async with world.runs():

@@ -109,7 +109,7 @@ def test_engines_share_out_the_cores(engines: int, cores: list[int], expected: l
     assert [device.cores_of(index, engines, cores) for index in range(engines)] == expected
 
 
-def test_what_the_environment_says_stays() -> None:
+def test_environment_variables_are_kept() -> None:
     own = device.cpu_environment(2, 4, {"OMP_NUM_THREADS": "7"})
     assert "OMP_NUM_THREADS" not in own
     assert int(own["VLLM_CPU_KVCACHE_SPACE"]) >= 1
@@ -236,7 +236,7 @@ def test_virtual_usage_takes_moves_and_engines_along() -> None:
 @pytest.mark.parametrize(
     "said", [("--scheduling-policy", "fcfs"), ("--scheduling-policy=fcfs",), ("--scheduling_policy=fcfs",)]
 )
-def test_who_says_how_engines_serve_is_heeded(said: tuple[str, ...]) -> None:
+def test_given_queue_policy_is_kept(said: tuple[str, ...]) -> None:
     made = plan_of(UpConfig("m", scheduling_policy="virtual-usage", engine_args=said, **ANY_PORTS))
     assert made.engines[0].command[-len(said) :] == said
     assert "priority" not in made.engines[0].command

@@ -122,7 +122,7 @@ def test_a_frozen_command_can_be_stopped(tmp_path: Path) -> None:
     assert out.decode().split() == ["exit", str(-signal.SIGTERM)]
 
 
-def test_what_a_command_leaves_behind_is_killed(pid_dir: Path) -> None:
+def test_left_processes_are_killed(pid_dir: Path) -> None:
     leaver = STUBBORN.rpartition("time.sleep")[0] + "os._exit(7)"
     with start(supervised(sys.executable, "-c", leaver, str(pid_dir))) as process:
         assert process.stdout is not None

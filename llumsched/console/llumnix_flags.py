@@ -102,10 +102,16 @@ ABSENT: Final = (
     Absent(("-v", "--v"), "left out, as the log has one level; it goes to stderr"),
 )
 
+FORMER: Final = (
+    Absent(("--cms-listen",), "`--cms listen://HOST:PORT`"),
+    Absent(("--cms-redis-password-file",), "an option of the URL, `--cms redis://HOST:PORT?password_file=FILE`"),
+)
+"""Former settings of the scheduler here."""
+
 
 def instead_of(flag: str) -> str | None:
-    """The explanation of a flag of Llumnix, with flags unquoted; None for other flags and for settings."""
-    for flags, instead in ABSENT:
+    """The explanation of a flag of Llumnix, or a former one of ours, with flags unquoted; None for all other flags."""
+    for flags, instead in (*ABSENT, *FORMER):
         if any(fnmatchcase(flag, each) for each in flags):
             return re.sub("`(--[^`]+)`", r"\1", instead)
     return None

@@ -100,6 +100,10 @@ def test_the_urls_that_are_named_do_what_is_said_of_them() -> None:
         ("scheduler", ["--cms-redis-timeout=2", "stray"],
          ["unknown argument '--cms-redis-timeout': an option of the URL, --cms redis://HOST:PORT?socket_timeout=1",
           "unknown argument 'stray'"]),
+        ("scheduler", ["--cms-listen", "127.0.0.1:1", "--cms-redis-password-file=x"],
+         ["unknown argument '--cms-listen': --cms listen://HOST:PORT",
+          "unknown argument '--cms-redis-password-file': an option of the URL, "
+          "--cms redis://HOST:PORT?password_file=FILE"]),
         ("scheduler", ["--requests-report-duration", "1s", "-v", "4"],
          ["unknown argument '--requests-report-duration': it is for `llumnix gateway`",
           "unknown argument '-v': left out, as the log has one level; it goes to stderr"]),

@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 from grpc import aio
 
-from llumlet.process import credentials
+from llumlet.contract import channels
 from llumlet.process.addresses import Address
 from llumlet.process.credentials import Credentials
 from llumlet.protocol import wire
@@ -152,11 +152,11 @@ _listeners: dict[int, tuple[Network, str]] = {}
 def intercepted() -> Iterator[None]:
     """Every channel to a party of a network, made meanwhile, leads through that network."""
 
-    def channel(_: Credentials, address: Address) -> aio.Channel:
+    def open_channel(address: Address, _: Credentials) -> aio.Channel:
         interceptors: Any = [_Calls(*_listeners[address.port])]
-        return aio.insecure_channel(f"dns:///{address}", options=credentials._OPTIONS, interceptors=interceptors)
+        return aio.insecure_channel(f"dns:///{address}", options=channels._OPTIONS, interceptors=interceptors)
 
-    with mock.patch.object(Credentials, "channel", channel):
+    with mock.patch.object(channels, "open_channel", open_channel):
         yield
 
 

@@ -94,7 +94,7 @@ class Queue:
 
     def age(self, now_ps: int) -> None:
         """Raise requests that arrived long enough ago to the best priority in the queue, if priorities count, like
-        `vllm_llumnix.engine.queue.ageing`."""
+        production's `Ageing`."""
         if not self._ageing_ps or not self._requests or now_ps < self._look_ps:
             return
         self._look_ps = now_ps + _LOOK_PS

@@ -113,7 +113,7 @@ def test_preemption_after_a_move_is_told_from_a_move_after_preemption() -> None:
     assert summary.moved_preempted_share == pytest.approx(len(after) / len(moved))
 
 
-def test_a_source_moves_as_many_at_a_time_as_it_has_slots(ended: list[_Run]) -> None:
+def test_source_moves_as_many_requests_at_a_time_as_it_has_slots(ended: list[_Run]) -> None:
     events: list[MigrateEvent] = []
 
     def ask(at_s: float, num_ended: int) -> None:
@@ -133,7 +133,7 @@ def test_a_source_moves_as_many_at_a_time_as_it_has_slots(ended: list[_Run]) -> 
     conserve(ended)
 
 
-def test_the_same_seed_gives_the_same_run() -> None:
+def test_same_seed_gives_same_run() -> None:
     arrivals = load(6, 120)
     first = played(cluster(6), arrivals)
     again = played(cluster(6), arrivals)
@@ -148,7 +148,7 @@ def test_round_robin_is_the_policys() -> None:
     assert dealt == [f"i{number % 4:04}" for number in range(40)]
 
 
-def test_an_idle_engine_takes_what_its_model_says_and_the_hops() -> None:
+def test_idle_engine_takes_the_time_of_its_model_and_of_the_hops() -> None:
     [(_, _, [record])] = [played(cluster(2, control=ControlConfig(rescheduling=None)), [Arrival(5.0, 1000, 2)])]
     step, hop_s = A10.step, Cadence().hop_s
     prefill = step.duration(1000, 1000 * 1001 // 2, 0, 0) / 1e12
@@ -156,7 +156,7 @@ def test_an_idle_engine_takes_what_its_model_says_and_the_hops() -> None:
     assert record["tpot_s"] == pytest.approx(step.duration(0, 0, 1, 1001) / 1e12)
 
 
-def test_a_request_costs_its_api_server_something_before_and_after() -> None:
+def test_api_server_adds_its_time_before_and_after() -> None:
     slow = replace(A10, request_s=0.02, answer_s=0.003)
     [before, after] = [
         played(ClusterConfig(groups=[("", hardware, 1)]), [Arrival(5.0, 1000, 20)])[2][0] for hardware in (A10, slow)
@@ -264,7 +264,7 @@ def test_everything_is_lost_with_the_last_instance() -> None:
     assert summary.num_lost + summary.num_refused == outcomes["lost"] + outcomes["refused"] > 0
 
 
-def test_an_instance_that_stops_is_empty_in_seconds_and_gone(ended: list[_Run]) -> None:
+def test_stopping_instance_is_empty_in_seconds_and_gone(ended: list[_Run]) -> None:
     """Its requests move away, however long they still are; its API server, no engine, passes their tokens on."""
     arrivals = [Arrival(number * 0.05, 64, 3000) for number in range(20)]
     summary, metrics, records = played(cluster(4, happenings=[Happening(10.0, What.STOP, 2)]), arrivals)
@@ -279,7 +279,7 @@ def test_an_instance_that_stops_is_empty_in_seconds_and_gone(ended: list[_Run]) 
     conserve(ended)
 
 
-def test_an_instance_comes_after_its_cold_start_and_gets_load() -> None:
+def test_started_instance_gets_load_after_its_cold_start() -> None:
     happenings = [Happening(0.5, What.FAIL, 1), Happening(2.0, What.START, 1)]
     quick = replace(A10, cold_start_s=10.0)
     config = ClusterConfig(groups=[("", quick, 2)], happenings=happenings)
@@ -312,7 +312,7 @@ def test_urgent_request_waits_less() -> None:
     assert means[-1] < means[0] / 2
 
 
-def test_others_make_room_for_an_urgent_request() -> None:
+def test_other_requests_make_room_for_an_urgent_one() -> None:
     """By dispatch and by moves, where it has come to them. It stays."""
     arrivals = [Arrival(number / 2, 200, 2000) for number in range(60)]
     arrivals.insert(41, Arrival(20.1, 200, 600, priority=-1))
@@ -366,13 +366,13 @@ def test_overload_of_urgent_requests_starves_none(ageing_s: float, least_s: floa
     assert least_s < patient["ttft_s"] < most_s
 
 
-def test_shared_prefixes_are_hit_where_they_are() -> None:
+def test_shared_prefix_is_hit_on_its_instance() -> None:
     arrivals = [Arrival(number * 3.0, 2048, 4, prefix=(1, 2, 3, 10 + number)) for number in range(6)]
     _, _, records = played(cluster(1), arrivals)
     assert [one["cached_tokens"] for one in records] == [0, 1536, 1536, 1536, 1536, 1536]
 
 
-def test_tokens_may_be_told_less_often_than_in_production() -> None:
+def test_reporting_tokens_seldom_hardly_changes_results() -> None:
     """The cadence for large clusters: less is sent, and the results are nearly the same."""
     arrivals = load(6, 300)
     often, _, _ = played(cluster(6), arrivals)
@@ -381,7 +381,7 @@ def test_tokens_may_be_told_less_often_than_in_production() -> None:
     assert seldom.gap_p99_s == pytest.approx(often.gap_p99_s, rel=0.1)
 
 
-def test_of_what_is_told_late_the_account_knows() -> None:
+def test_account_spreads_requests_while_statuses_are_late() -> None:
     arrivals = [Arrival(1 + number * 0.2, 500, 100) for number in range(12)]
 
     def most_at_one(late_s: float, *, account: bool) -> int:
@@ -393,7 +393,7 @@ def test_of_what_is_told_late_the_account_knows() -> None:
     assert most_at_one(5.0, account=False) == 12
 
 
-def test_old_statuses_do_not_make_the_same_moves_again() -> None:
+def test_old_statuses_do_not_repeat_moves() -> None:
     arrivals = load(6, 300)
     now, _, _ = played(cluster(6), arrivals)
     late, _, records = played(cluster(6, cadence=Cadence(late_s=3.0)), arrivals)
@@ -402,7 +402,7 @@ def test_old_statuses_do_not_make_the_same_moves_again() -> None:
     assert max(one["num_moves"] for one in records) <= 5
 
 
-def test_no_move_is_begun_if_none_is_worth_it() -> None:
+def test_no_move_begins_below_the_threshold() -> None:
     control = ControlConfig(rescheduling=ReschedulingConfig(balance_threshold=2.0))
     summary, _, _ = played(cluster(4, control=control), load(4, 60))
     assert summary.moves == 0
@@ -417,7 +417,7 @@ def test_fifty_instances_are_faster_than_real_time() -> None:
     assert time.process_time() - began_s < summary.virtual_s / 2
 
 
-def test_nothing_comes_and_nothing_happens() -> None:
+def test_run_without_arrivals_is_empty() -> None:
     summary, _, records = played(cluster(2), [])
     assert records == []
     assert summary.num_requests == 0

@@ -92,7 +92,7 @@ def finish(made: Engine) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(config=CONFIGS, step=STEPS, arrivals=ARRIVALS)
-def test_spans_end_as_their_steps_do(config: EngineConfig, step: StepModel, arrivals: list[Arrival]) -> None:
+def test_spans_end_when_their_steps_do(config: EngineConfig, step: StepModel, arrivals: list[Arrival]) -> None:
     slow = play(engine(config, step, one_by_one=True), arrivals)
     for looks in (False, True):
         fast = play(engine(config, step), arrivals, looks=looks)
@@ -130,7 +130,7 @@ def test_posted_action_waits_for_the_step_and_costs_no_other() -> None:
     assert called == [1080 + 1109 + 1110]
 
 
-def test_frozen_request_gets_nothing_and_holds_its_blocks_until_it_goes_on() -> None:
+def test_frozen_request_holds_its_blocks_and_is_not_scheduled() -> None:
     made = engine(CONFIG, STEP)
     one, other = EngineRequest("a", 8, 20), EngineRequest("b", 8, 30)
     made.post(lambda now_ps: [made.add(each, now_ps) for each in (one, other)], 0)
@@ -149,7 +149,7 @@ def test_frozen_request_gets_nothing_and_holds_its_blocks_until_it_goes_on() -> 
     assert max(noted(made).num_gaps) > 11_000
 
 
-def test_only_frozen_requests_are_no_work() -> None:
+def test_engine_with_only_frozen_requests_is_idle() -> None:
     made = engine(CONFIG, STEP)
     one = EngineRequest("a", 8, 20)
     made.add(one, 0)
@@ -176,7 +176,7 @@ def test_request_that_arrives_with_its_kv_decodes_at_once_and_is_preempted_last(
     assert set(preempted) == {"here"}
 
 
-def test_reservation_leaves_the_queue_what_it_waits_for() -> None:
+def test_reservation_leaves_blocks_for_the_queue() -> None:
     made = engine(EngineConfig(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=200), STEP)
     made.post(lambda now: [made.add(EngineRequest(name, 60, 2), now) for name in "ab"], 0)
     answers: list[bool] = []

@@ -193,7 +193,7 @@ def unshared(draw: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.rest) for seed in range(1, 4))])
 @pytest.mark.parametrize("kind", ["shared", "unique", "uncached", "priority", "moved", "pressed"])
-def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int) -> None:
+def test_batches_preemptions_and_statuses_equal_vllms(model_dir: Path, kind: str, seed: int) -> None:
     draw = random.Random(f"{kind} {seed}")
     config = EngineConfig(
         num_blocks=draw.randint(16, 40), block_size=BLOCK_SIZE, max_num_seqs=draw.choice([3, 8, 16]),

@@ -40,11 +40,11 @@ def arrivals(*transfers: tuple[float, str, str, float], cancel_s: float | None =
     return done
 
 
-def test_alone_it_has_the_whole_link() -> None:
+def test_lone_transfer_has_the_whole_link() -> None:
     assert arrivals((1, "a", "b", 3)) == pytest.approx([4])
 
 
-def test_two_that_share_an_end_share_its_speed() -> None:
+def test_transfers_share_the_speed_of_a_common_end() -> None:
     assert arrivals((0, "a", "b", 1), (0, "a", "c", 2)) == pytest.approx([2, 3])
     assert arrivals((0, "a", "c", 1), (0, "b", "c", 2)) == pytest.approx([2, 3])
 
@@ -53,15 +53,15 @@ def test_later_copy_slows_earlier_ones() -> None:
     assert arrivals((0, "a", "b", 2), (1, "a", "c", 1)) == pytest.approx([3, 3])
 
 
-def test_both_directions_and_other_nodes_are_free() -> None:
+def test_directions_and_other_nodes_do_not_share() -> None:
     assert arrivals((0, "a", "b", 1), (0, "b", "a", 1), (0, "c", "d", 1)) == pytest.approx([1, 1, 1])
 
 
-def test_within_a_node_the_network_is_not_used() -> None:
+def test_transfer_within_a_node_does_not_use_the_network() -> None:
     assert arrivals((0, "a", "a", 1), (0, "a", "b", 1)) == pytest.approx([1, 1])
     assert arrivals((0, "a", "a", 1), (0, "a", "a", 1)) == pytest.approx([2, 2])
 
 
-def test_a_cancelled_one_never_arrives_and_leaves_its_share() -> None:
+def test_cancelled_transfer_never_arrives_and_frees_its_share() -> None:
     assert arrivals((0, "a", "b", 5), (0, "a", "c", 2), cancel_s=1) == pytest.approx([0, 2.5])
     assert arrivals((0, "a", "b", 1), cancel_s=2) == pytest.approx([1])

@@ -64,7 +64,7 @@ async def test_requests_run_and_free_what_they_took() -> None:
         assert len(instance.status.recent_waiting_requests) == 3
 
 
-async def test_a_full_cache_makes_requests_wait_and_give_way() -> None:
+async def test_full_cache_makes_requests_wait_and_preempts() -> None:
     model = engine_model(num_blocks=10, block_size=4, step_s=0.004)
     async with SimulatedCluster(1, model=model) as cluster:
         instance = cluster[0]
@@ -89,7 +89,7 @@ async def test_a_long_prompt_is_computed_in_chunks() -> None:
         assert info.phase == RequestInfo.PREFILL
 
 
-async def test_requests_move_with_what_they_have_said() -> None:
+async def test_requests_move_with_their_tokens() -> None:
     async with SimulatedCluster(2, model=SLOW) as cluster:
         source, destination = cluster[0], cluster[1]
         requests = [source.submit([index] * 40, 4000) for index in range(1, 4)]
@@ -131,7 +131,7 @@ async def test_a_refused_move_changes_nothing() -> None:
         assert destination.engine.blocks.num_free == SLOW.engine.num_blocks
 
 
-async def test_an_instance_that_hangs_says_so() -> None:
+async def test_hung_instance_reports_it() -> None:
     async with SimulatedCluster(1, model=FAST) as cluster:
         request = cluster[0].submit(40, 4000)
         await until(lambda: request.output)
@@ -144,7 +144,7 @@ async def test_an_instance_that_hangs_says_so() -> None:
         await until(lambda: len(request.output) > count)
 
 
-async def test_an_instance_that_is_slow_makes_its_steps_all_the_same() -> None:
+async def test_slow_instance_goes_on_slowly() -> None:
     async with SimulatedCluster(1, model=FAST) as cluster:
         request = cluster[0].submit(40, 4000)
         await until(lambda: request.output)
@@ -156,7 +156,7 @@ async def test_an_instance_that_is_slow_makes_its_steps_all_the_same() -> None:
         await until(lambda: len(request.output) > count + 50, seconds=5.0)
 
 
-async def test_an_instance_that_dies_takes_its_requests_with_it() -> None:
+async def test_killed_instance_ends_its_requests_with_error() -> None:
     async with SimulatedCluster(2, model=SLOW) as cluster:
         request, address = cluster[0].submit(40, 4000), cluster[0].address
         await cluster[0].kill()
@@ -179,7 +179,7 @@ async def test_a_drain_empties_the_instance() -> None:
         assert request.output == expected(list(request.prompt), len(request.output))
 
 
-async def test_its_api_streams_and_goes_on_from_token_ids() -> None:
+async def test_api_streams_and_continues_from_token_ids() -> None:
     async with SimulatedCluster(1, model=FAST, api=True) as cluster, aiohttp.ClientSession() as session:
         base = f"http://{cluster[0].api_address}"
         whole = {"prompt": "one two 3", "max_tokens": 12}
@@ -203,7 +203,7 @@ async def test_its_api_streams_and_goes_on_from_token_ids() -> None:
         assert usage["usage"]["completion_tokens"] == 7
 
 
-async def test_its_api_refuses_and_notices_who_leaves() -> None:
+async def test_api_refuses_and_aborts_when_the_client_leaves() -> None:
     async with SimulatedCluster(1, model=SLOW, api=True) as cluster, aiohttp.ClientSession() as session:
         instance, base = cluster[0], f"http://{cluster[0].api_address}"
         assert instance.metadata.api_server_port == cluster[0].api_address.port  # type: ignore[union-attr]

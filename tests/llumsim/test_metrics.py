@@ -16,7 +16,7 @@ MS = PS // 1000
 @given(
     st.integers(MS, 100 * MS), st.integers(0, MS), st.integers(1, 300), st.integers(1, 20)
 )  # fmt: skip
-def test_steps_that_grow_are_counted_as_if_one_by_one(first: int, growth: int, num_steps: int, count: int) -> None:
+def test_growing_steps_are_counted_like_single_ones(first: int, growth: int, num_steps: int, count: int) -> None:
     at_once, singly = Gaps(), Gaps()
     at_once.gaps(first, growth, num_steps, count)
     for number in range(num_steps):
@@ -51,7 +51,7 @@ def record(outcome: str = "finished", **more: object) -> RequestRecord:
     return RequestRecord(**(fields | more))  # type: ignore[arg-type]
 
 
-def test_summary_counts_what_met_the_objectives() -> None:
+def test_summary_counts_requests_that_met_the_objectives() -> None:
     metrics = Metrics(Slo(ttft_s=1.0, tpot_s=0.05))
     metrics.ended(record())
     metrics.ended(record(ttft_s=2.0, cached_tokens=4))
@@ -68,7 +68,7 @@ def test_summary_counts_what_met_the_objectives() -> None:
     assert summary.cached_share == pytest.approx(4 / 40)
 
 
-def test_summary_tells_those_that_moved_from_the_others() -> None:
+def test_summary_separates_moved_requests_from_the_others() -> None:
     metrics = Metrics(Slo())
     metrics.ended(record(num_moves=1, tpot_s=0.03, num_preemptions=1, preemption_loss_s=2.0))
     metrics.ended(record(num_moves=3, tpot_s=0.05, num_preemptions=2, num_preemptions_after_move=1))
@@ -86,7 +86,7 @@ def test_summary_tells_those_that_moved_from_the_others() -> None:
     assert summary.preemption_loss == pytest.approx(2.0)
 
 
-def test_where_nothing_moves_nothing_is_said_of_moves() -> None:
+def test_summary_without_moves_has_zeros() -> None:
     metrics = Metrics(Slo())
     metrics.ended(record())
     summary = metrics.summary(last_arrival_s=10.0, instance_s=40.0, virtual_s=20.0)

@@ -46,7 +46,7 @@ def test_instances_follow_the_load_and_nothing_is_lost() -> None:
     assert summary.instance_s < 0.75 * 4 * summary.virtual_s
 
 
-def test_with_moves_who_leaves_is_gone_sooner() -> None:
+def test_moves_let_instances_leave_sooner() -> None:
     """The load is the same, and so is the scaler."""
     (with_moves, of_moves), (without, of_waits) = played(moves=True), played(moves=False)
     assert without.num_finished == with_moves.num_finished == len(wave())

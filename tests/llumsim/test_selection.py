@@ -48,7 +48,7 @@ def asked(rule: Rule) -> MigrateRequest:
 
 @example(waiting=[], running=[1] * 4, rule=Rule(Unit.RATIO, Order.LCR, 0.01))
 @given(waiting=LENGTHS, running=LENGTHS, rule=RULES)
-def test_it_selects_as_engines_do(waiting: list[int], running: list[int], rule: Rule) -> None:
+def test_instance_selects_requests_like_an_engine(waiting: list[int], running: list[int], rule: Rule) -> None:
     queued, decoding = arrived(Phase.WAITING, waiting), arrived(Phase.DECODE, running)
     candidates = [
         selection.Candidate(

@@ -37,7 +37,7 @@ def test_built_in_models_say_where_they_come_from(name: str) -> None:
     assert len(hardware.sources) > 3
 
 
-def test_the_papers_cluster_is_the_papers() -> None:
+def test_a10_model_has_the_papers_capacity_and_slowdown() -> None:
     hardware = load_hardware("a10-llama-7b")
     assert hardware.engine.num_blocks * hardware.engine.block_size == 13_616
     one = hardware.step.duration(0, 0, 1, 64)
@@ -74,7 +74,7 @@ def test_unknown_models_are_refused_with_the_known_ones() -> None:
         load_hardware("a11")
 
 
-def test_engines_are_as_vllm_wants_them() -> None:
+def test_engine_config_refuses_a_budget_below_its_slots() -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         EngineConfig(num_blocks=10, max_num_seqs=100, max_num_batched_tokens=50)
 

@@ -136,7 +136,7 @@ def test_invalid_wave_is_refused(valley: float, period_s: float) -> None:
         waved([Arrival(1.0, 10, 10)], valley, period_s)
 
 
-def test_the_same_seed_makes_the_same_load() -> None:
+def test_same_seed_makes_same_load() -> None:
     lengths = LENGTHS["medium"], LENGTHS["long"]
     assert made_up(3, 50, lengths, random.Random(9)) == made_up(3, 50, lengths, random.Random(9))
 

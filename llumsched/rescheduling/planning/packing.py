@@ -81,37 +81,28 @@ class PackingPairs:
         return Unfit(sources, destinations)
 
     def _give(self, draft: Draft, policy: str, load: Values, source: int, fullest: Rows) -> bool:
-        """Chooses a move from the source if there is a destination."""
-        ids = draft.snapshot.ids
+        """Chooses a move from the source to the fullest instance that stays below the limit with all of the cargo."""
+        ids, groups = draft.snapshot.ids, draft.snapshot["cache_group"]
         if draft.history.source_avoided(ids[source], draft.now_s):
             draft.refused["source_avoided"] += 1
             return False
         requests = float(draft.running[source]) if self.empties else 1.0
         each = float(draft.running_tokens[source]) / max(float(draft.running[source]), 1.0)
-        destination = self._fullest_with_room(draft, load, source, Cargo(requests, requests * each), fullest)
-        if destination is None:
-            return False
-        number = float(int(min(requests, draft.out_slots[source], draft.in_slots[destination])))
-        cargo, selection = Cargo(number, number * each), Selection(Unit.NUM_REQ, Order.LCR, number)
-        move = Move(policy, self.purpose, ids[source], ids[destination], selection, cargo.tokens, number)
-        draft.choose(source, destination, move, cargo)
-        return True
-
-    def _fullest_with_room(self, draft: Draft, load: Values, source: int, cargo: Cargo, fullest: Rows) -> int | None:
-        """The first of these that stays below the limit with all of the cargo."""
-        groups = draft.snapshot["cache_group"]
         able = fullest[(groups[fullest] == groups[source]) & (fullest != source)]
         if self.empties:
-            # Who is emptier than the emptiest source is none: it would be emptied itself next.
-            able = able[load[able] >= load[source]]
+            able = able[load[able] >= load[source]]  # an emptier instance would be emptied itself next
         if not len(able):
             draft.refused["no_destination"] += 1
         for destination in able[:_MOST_DESTINATIONS].tolist():
-            if fault := self._fault(draft, source, destination, cargo):
+            if fault := self._fault(draft, source, destination, Cargo(requests, requests * each)):
                 draft.refused[fault] += 1
-            else:
-                return int(destination)
-        return None
+                continue
+            number = float(int(min(requests, draft.out_slots[source], draft.in_slots[destination])))
+            cargo, selection = Cargo(number, number * each), Selection(Unit.NUM_REQ, Order.LCR, number)
+            move = Move(policy, self.purpose, ids[source], ids[destination], selection, cargo.tokens, number)
+            draft.choose(source, destination, move, cargo)
+            return True
+        return False
 
     def _fault(self, draft: Draft, source: int, destination: int, cargo: Cargo) -> str:
         """The reason against a move between the two; "" if there is none."""

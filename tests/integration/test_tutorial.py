@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from llumsched.up import reaper
 from llumsched.up.ports import free_ports
 
 PAGE = Path(__file__).parents[2] / "docs" / "try" / "tutorial.md"
@@ -83,22 +82,24 @@ def test_tutorial_cuts_no_stream(model_dir: Path, tmp_path: Path) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     (tmp_path / "commands").write_text(script(model_dir, gateway))
-    shell = subprocess.Popen(
-        ["bash", "-eu", "commands"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = shell.communicate(timeout=SCRIPT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(shell.pid, signal.SIGTERM)
+    with (tmp_path / "said").open("w") as said:
+        # However this process ends, nothing of the cluster outlives it.
+        shell = subprocess.Popen(
+            [sys.executable, "-S", "-I", reaper.__file__, "--", "bash", "-eu", "commands"],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+        )
+        try:
+            shell.wait(SCRIPT_S)
+        finally:
+            assert shell.stdin is not None
+            shell.stdin.close()
+            shell.wait()
     log = (tmp_path / "tutorial" / "up.log").read_text()
-    assert shell.returncode == 0, said + log[-4000:]
+    assert shell.returncode == 0, (tmp_path / "said").read_text() + log[-4000:]
     for after in ("ended-1", "ended-2"):
         streams = sorted((tmp_path / "tutorial" / after).glob("stream-*.txt"))
         assert len(streams) == NUM_STREAMS

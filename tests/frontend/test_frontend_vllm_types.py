@@ -15,11 +15,11 @@ from tests.support.protocols import missing, protocols_of
 from vllm_llumnix.frontend import vllm_client_types as ours
 
 FOUND = [
-    (ours.VllmConfig, VllmConfig),
-    (ours.ModelConfig, ModelConfig),
+    (ours.ClientVllmConfig, VllmConfig),
+    (ours.ClientModelConfig, ModelConfig),
     (ours.AuxOutputConfig, AuxOutputConfig),
     (ours.CacheConfig, CacheConfig),
-    (ours.ParallelConfig, ParallelConfig),
+    (ours.ClientParallelConfig, ParallelConfig),
     (ours.Resources, BackgroundResources),
     (ours.EngineManager, CoreEngineProcManager),
 ]

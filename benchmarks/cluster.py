@@ -27,10 +27,10 @@ from rich.table import Table
 
 from benchmarks.simulated import MOVES, NOTATION, SETTING_HELP, Load, add_rescheduling, read_setting, showing
 from llumsim.cluster.control import ControlConfig
-from llumsim.cluster.lengths import PAIRS
 from llumsim.cluster.member import Cadence
 from llumsim.cluster.metrics import Metrics, Slo, Summary
 from llumsim.cluster.run import ClusterConfig, Happening, What, run
+from llumsim.cluster.workload import PAIRS
 from llumsim.engine.step_model import built_in_hardware, load_hardware
 from tests.support.report import add_json, print_json
 

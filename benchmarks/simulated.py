@@ -22,8 +22,19 @@ from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.reader import built_in_policies
 from llumsched.rescheduling import switches as rescheduling
 from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
-from llumsim.cluster.lengths import LENGTHS, PAIRS, Lengths
-from llumsim.cluster.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled, waved
+from llumsim.cluster.workload import (
+    LENGTHS,
+    PAIRS,
+    Arrival,
+    Lengths,
+    assigned,
+    clipped,
+    made_up,
+    prioritized,
+    read_trace,
+    scaled,
+    waved,
+)
 from llumsim.engine.step_model import EngineConfig
 
 _RESCHEDULING: Final = (rescheduling.Switches, ReschedulingConfig)

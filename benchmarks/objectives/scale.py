@@ -30,10 +30,9 @@ from benchmarks.paper.lab import INFAAS
 from benchmarks.simulated import Load, Setting, read_setting
 from llumsched.scaling.scaling_config import Bounds, ScalingConfig
 from llumsim.cluster.control import ControlConfig
-from llumsim.cluster.lengths import LENGTHS
 from llumsim.cluster.metrics import Slo, Summary
 from llumsim.cluster.run import ClusterConfig, run
-from llumsim.cluster.workload import Arrival, clipped
+from llumsim.cluster.workload import LENGTHS, Arrival, clipped
 from llumsim.engine.step_model import Hardware, load_hardware
 from tests.support.progress import Say
 

@@ -16,8 +16,8 @@ from benchmarks.paper.lab import Lab, Run
 from benchmarks.simulated import Load
 from llumsched.latency.fitting import pairs
 from llumsim import PS
-from llumsim.cluster.lengths import LENGTHS, Lengths
 from llumsim.cluster.run import Happening, What
+from llumsim.cluster.workload import LENGTHS, Lengths
 from llumsim.engine.step_model import Hardware, load_hardware
 
 _INSTANCES: Final = 4

@@ -13,7 +13,7 @@ from typing import Final
 
 from benchmarks.paper.lab import INFAAS, INFAAS_MOVES, PACKING, PACKING_MOVES, Lab, Run, ratio
 from benchmarks.simulated import MOVES, Load
-from llumsim.cluster.lengths import LENGTHS, Lengths
+from llumsim.cluster.workload import LENGTHS, Lengths
 
 _INPUTS: Final = Lengths(512, (8, 55, 582, 3113, 4096, 4096))
 

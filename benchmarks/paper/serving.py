@@ -17,8 +17,8 @@ from typing import Final
 
 from benchmarks.paper.lab import INFAAS, INFAAS_MEMORY, Lab, Outcome, Run, ratio
 from benchmarks.simulated import Load, Setting, read_setting
-from llumsim.cluster.lengths import PAIRS
 from llumsim.cluster.metrics import Metrics, RequestRecord, quantile
+from llumsim.cluster.workload import PAIRS
 
 _COLUMNS: Final[dict[str, str]] = {
     "ttft_mean_s": "TTFT mean",

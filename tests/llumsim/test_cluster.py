@@ -21,11 +21,10 @@ from llumlet.protocol.move.limits import Limits
 from llumsched.rescheduling.rescheduling_config import LoadTarget, ReschedulingConfig
 from llumsim.clock import VirtualLoop
 from llumsim.cluster.control import ControlConfig
-from llumsim.cluster.lengths import LENGTHS
 from llumsim.cluster.member import Cadence, Member
 from llumsim.cluster.metrics import Metrics, Summary
 from llumsim.cluster.run import ClusterConfig, Happening, What, _Run, run
-from llumsim.cluster.workload import Arrival, assigned, clipped, made_up
+from llumsim.cluster.workload import LENGTHS, Arrival, assigned, clipped, made_up
 from llumsim.engine.requests import EngineRequest, Watcher
 from llumsim.engine.step_model import Hardware, load_hardware
 from llumsim.moves.incoming import Arrivals

@@ -9,10 +9,9 @@ import statistics
 import pytest
 
 from llumsim.cluster.control import ControlConfig
-from llumsim.cluster.lengths import LENGTHS
 from llumsim.cluster.member import Cadence
 from llumsim.cluster.run import ClusterConfig, run
-from llumsim.cluster.workload import clipped, made_up
+from llumsim.cluster.workload import LENGTHS, clipped, made_up
 from llumsim.engine.step_model import load_hardware
 
 

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from llumsim.cluster.control import ControlConfig
-from llumsim.cluster.lengths import LENGTHS
 from llumsim.cluster.member import Cadence
 from llumsim.cluster.metrics import Metrics, Summary
 from llumsim.cluster.run import ClusterConfig, Happening, What, run
 from llumsim.cluster.truth import Regret
-from llumsim.cluster.workload import Arrival, clipped, made_up
+from llumsim.cluster.workload import LENGTHS, Arrival, clipped, made_up
 from llumsim.engine.step_model import load_hardware
 
 A10 = load_hardware("a10-llama-7b")

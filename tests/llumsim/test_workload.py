@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llumsim.cluster.lengths import LENGTHS
 from llumsim.cluster.workload import (
+    LENGTHS,
     Arrival,
     assigned,
     clipped,

@@ -140,7 +140,7 @@ async def _refusal(it: Cluster, key: str, limit: Limit, body: dict[str, Any] = B
     assert reply.status == 429
     error = reply.json["error"]
     assert (error["type"], error["param"], error["code"]) == ("TooManyRequestsError", None, 429)
-    assert error["message"].startswith("This key")
+    assert error["message"].startswith("This API key")
     assert int(reply.headers["Retry-After"]) >= 1
     assert reply.headers["X-Request-Id"] == "mine"
     assert f'limit="{limit}"'.encode() in (await it.get("/metrics")).content

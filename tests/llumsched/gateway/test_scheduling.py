@@ -502,7 +502,7 @@ async def test_first_requests_wait_for_a_scheduler_that_does_not_answer_yet(
             scheduler.status = 200
         reply = await asked
         assert reply.status == (200 if returns else 503)
-        assert returns or "has named no instance yet" in reply.json["error"]["message"]
+        assert returns or "no instance is known yet" in reply.json["error"]["message"]
 
 
 @pytest.mark.asyncio
@@ -594,7 +594,7 @@ async def test_ends_are_told_together_and_none_is_left_out_in_silence(
     assert [one["id"] for one in scheduler.of("/release")] == ended
     assert not any("prompt_num_tokens" in one for one in scheduler.of("/release"))
     assert len(scheduler.calls) == 5
-    assert "not told of 1 requests" in caplog.text
+    assert "not told of 1 ended requests" in caplog.text
 
 
 @pytest.mark.asyncio

@@ -131,7 +131,7 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         "--cms-port and --scheduler-port are both 7",
         "unknown policy 'nonsense'; known: load-balance, ",
         "--drain-seconds 'x' is not a duration",
-        "credentials are for several hosts",
+        "credentials have no effect here",
         "--llumlet-cms cannot be given for the engines",
         "/no/such is not a directory",
         "`vllm` was not found",

@@ -121,6 +121,6 @@ def test_flags(tmp_path: Path) -> None:
     authority = str(Authority(tmp_path).path)
     endpoints = ("--llm-backend-endpoints", "https://a/x,b:1")
     assert not _faults(*endpoints, "--backend-ca-file", authority)
-    assert "of no use" in _faults("--llm-backend-endpoints", "b:1", "--backend-ca-file", authority)
+    assert "has no effect" in _faults("--llm-backend-endpoints", "b:1", "--backend-ca-file", authority)
     assert not _faults("--llm-backend-endpoints", "b:1", "--backend-ca-file", authority, "--backend-https")
     assert "holds no certificates" in _faults(*endpoints, "--backend-ca-file", __file__)

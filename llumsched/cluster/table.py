@@ -111,7 +111,6 @@ class Table:
 
     @property
     def columns(self) -> Sequence[str]:
-        """Names of all columns."""
         return list(self._names)
 
     @property

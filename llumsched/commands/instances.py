@@ -137,7 +137,6 @@ class Places:
 
 
 def named(reading: Reading) -> Places:
-    """The places named by `Named`."""
     given, (cms, _) = reading.make(Named), cluster_of(reading)
     texts = [(INSTANCE, text) for text in given.instances]
     texts += [("--llumlet", text) for text in words(given.llumlet)]

@@ -143,7 +143,6 @@ class Rescheduler:
 
     @property
     def policies(self) -> list[str]:
-        """Names of its policies."""
         return [policy.name for policy in self._policies]
 
     def dry_run(self) -> DryRun:

@@ -50,7 +50,6 @@ def _keep(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of `free_ports`."""
     return free_ports(1)[0]
 
 

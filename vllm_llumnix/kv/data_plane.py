@@ -116,7 +116,6 @@ class DataPlane:
 
     @property
     def description(self) -> PeerMemory:
-        """Description for peers."""
         server, host = self._server, reachable_host(self._settings.host)
         return describe_memory(
             self.layout,

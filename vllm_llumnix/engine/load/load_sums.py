@@ -108,7 +108,6 @@ class Snapshot(NamedTuple):
 def share_of(
     place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: bool = False, urgent: bool = False
 ) -> Load:
-    """Share of one request."""
     num_tokens = request.num_tokens
     if place is Place.LOADING:
         return Load(num_loading=1, loading_tokens=num_tokens, num_urgent=int(urgent))

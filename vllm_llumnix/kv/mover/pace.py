@@ -54,7 +54,6 @@ class Pace:
         return self._share is not None and self.clock() >= self._measured_until
 
     def begin(self, num_bytes: int) -> PacedPull:
-        """A pull of `num_bytes` begins."""
         return PacedPull(self, num_bytes)
 
     def delay(self) -> float:

@@ -36,12 +36,12 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.scheduler import _Cluster
+from llumlet.contract import channels
 from llumlet.contract.cms.redis_reports import LEAST_INTERVAL_S, MOST_WRITES_PER_S, Layout
 from llumlet.contract.cms.reporter import Reporter
 from llumlet.contract.cms.stores import DESCRIBE_EVERY_S
 from llumlet.contract.cms.stores import LEAST_INTERVAL_S as LEAST_GRPC_INTERVAL_S
 from llumlet.contract.types import InstanceMetadata, InstanceStatus
-from llumlet.process import credentials
 from llumlet.process.redis_client import connect
 from llumsched.cluster import table as tables
 from llumsched.cluster.instance import Instance
@@ -205,7 +205,7 @@ class _Count:
 async def _play(address: str, instances: int) -> None:
     """Reports without an end, as often as the store lets it."""
     logging.disable()
-    credentials._OPTIONS.append(("grpc.use_local_subchannel_pool", 1))
+    channels._OPTIONS.append(("grpc.use_local_subchannel_pool", 1))
     cluster = _Cluster(instances)
 
     def reporter(name: str) -> Reporter:

@@ -88,7 +88,7 @@ async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
         ({"instance_id": "x" * 300}, "instance_id has 300 characters"),
         ({"instance_id": "a\x1b[2J"}, "cannot be printed"),
         ({"incarnation": ""}, "incarnation is empty"),
-        ({"instance_type": "boss"}, "instance_type 'boss' is none of neutral, prefill, decode"),
+        ({"instance_type": "boss"}, "instance_type 'boss' is not one of neutral, prefill, decode"),
         ({"llumlet_port": 70000}, "llumlet_port 70000 is not a port"),
         ({"utc_create": float("nan")}, "utc_create is nan"),
         ({"num_total_blocks": -1}, "num_total_blocks is -1"),

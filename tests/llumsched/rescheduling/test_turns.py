@@ -13,6 +13,7 @@ import pytest
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling import standalone as process
 from llumsched.rescheduling import turns
+from llumsched.rescheduling.executing.records import Records
 from llumsched.rescheduling.rescheduling_config import ReschedulingConfig
 from llumsched.rescheduling.turns import STAND_BY_S, Turns
 from llumsim.live import SimulatedCluster, SimulatedRequest, engine_model
@@ -77,8 +78,15 @@ async def test_of_two_schedulers_with_stores_of_their_own_one_moves_requests(mon
                         requests.append(instance.submit(200 + length, 200))
                     await until(lambda: condition() or all(one.finished for one in requests), 300)
 
-        earlier, later = (one.rescheduler.records for one in running)
-        await load_is_uneven_until(lambda: any("stands by" in one.skipped for one in earlier.passes))
+        both = [one.rescheduler.records for one in running]
+
+        def waiting() -> list[Records]:
+            """The reschedulers that stand by: the one whose term began first, which need not be the first here."""
+            return [one for one in both if any("stands by" in past.skipped for past in one.passes)]
+
+        await load_is_uneven_until(waiting)
+        (earlier,) = waiting()
+        (later,) = (one for one in both if one is not earlier)
         assert any("not_leader" in move.error for move in earlier.moves)
         num_moves = len(earlier.moves)
         before = len(later.moves)

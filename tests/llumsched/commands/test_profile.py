@@ -34,7 +34,7 @@ def test_no_cell_is_more_than_the_engine_has_room_for(most_tokens: int, capacity
 def test_client_s_view_stands_for_steps() -> None:
     assert _as_steps(Cell(1, 100, 2), [[0.05, 0.08]]) == [MeasuredStep(100, 5050, 0, 0, 0.05)]
     two = [[0.1, 0.2, 0.3], [0.2, 0.25, 0.3]]
-    assert _as_steps(Cell(2, 100, 32), two) == [MeasuredStep(0, 0, 2, 2 * 116, pytest.approx(0.075))]
+    assert _as_steps(Cell(2, 100, 3), two) == [MeasuredStep(0, 0, 2, 2 * 101, pytest.approx(0.075))]
 
 
 @pytest.mark.parametrize("given", [[], ["--llumlet", "127.0.0.1:7000", "--endpoint", "http://127.0.0.1:8000"]])

@@ -233,14 +233,14 @@ async def test_no_cache_of_old_weights_arrives_at_an_asynchronous_engine(
 
 
 CYCLES = 100
-LENGTH = 60
-"""Tokens of a stream: it lives longer than a move takes."""
+LENGTH = 200
+"""Tokens of a stream, which takes several times as long as a move."""
 CYCLE = ("pause", "pause-keep", "sleep", "pause-keep", "pause-wait")
 
 
 @pytest.fixture(scope="module")
 def brisk(model_dir: Path, log_dir: Path) -> Iterator[Pair]:
-    yield from pair_of(model_dir, log_dir, "v2", rate=2_000_000)
+    yield from pair_of(model_dir, log_dir, "v2", rate=20_000_000)
 
 
 class Traffic:

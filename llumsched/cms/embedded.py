@@ -37,7 +37,7 @@ MAX_WATCHERS: Final = 64
 FIRST_REPORT_S: Final = 5.0
 """Longest time from a stream's begin to its metadata."""
 _STOP_S: Final = 0.2
-MOST_STATUSES_PER_S: Final = 2000.0
+MOST_STATUSES_PER_S: Final = 1750.0
 """Statuses of all instances together, and what watchers are told of them: a quarter of a core."""
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REPORT_BYTES),

@@ -126,10 +126,7 @@ async def _complete(session: aiohttp.ClientSession, target: Target, prompt: list
         times = await _stream(session, target, prompt, output)
         if len(times) > 1:
             return times
-    raise ProfileFailed(
-        f"{target.url} sent {output} tokens in {len(times)} events, {_TRIES} times: "
-        "measure it when its machine is less busy"
-    )
+    raise ProfileFailed(f"{target.url} sent {output} tokens in one event, {_TRIES} times: measure it when it is idle")
 
 
 async def _stream(session: aiohttp.ClientSession, target: Target, prompt: list[int], output: int) -> list[float]:

@@ -47,7 +47,7 @@ NEXT_TESTS := tests/engine tests/frontend tests/shells tests/llumsched/gateway/t
 demo: install ## two engines, one request moved between them mid-stream, a report; MODEL=gemma3 for another family
 	@$(PY) -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: install $(STAMPS)/libraries ## every claim once, in a quarter of an hour; ARGS="-x tests/kv" for a part
+test: install $(STAMPS)/libraries ## every claim once, in about 17 minutes; ARGS="-x tests/kv" for a part
 ifeq ($(strip $(ARGS)),)
 	@$(call parts,--budget)
 else

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would this load be like on that cluster, with these settings of the scheduler?
+"""Plays a load on a simulated cluster, to see how it does with these settings of the scheduler.
 
 Simulated: docs/operate/simulator.md.
 

@@ -23,7 +23,7 @@ _void: list[str] = []
 
 
 def _parameters() -> list[Any]:
-    """Of the kinds of `COVER`, a quarter in `make test`, another in `make test-rest`."""
+    """All kinds: `make test` plays a quarter of `COVER`, `make test-rest` another, `make test-full` the others."""
     marks = itertools.chain(
         itertools.islice(itertools.cycle(((), FULL, REST, FULL)), len(COVER)), itertools.repeat(FULL)
     )

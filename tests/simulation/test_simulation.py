@@ -28,7 +28,7 @@ from .schedule import play
 from .serving import Watched
 
 LONGEST_S = 1200
-"""Of the larger number on a slow machine."""
+"""Time limit of the larger number of schedules, on a slow machine."""
 MUTANT_SCHEDULES = 3000
 """Searched for a mutant whose pinned schedule no longer shows it, since the machines have changed."""
 ROOT = Path(__file__).parents[2]

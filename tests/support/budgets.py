@@ -22,9 +22,9 @@ PRODUCT = ("llumlet", "llumsched", "vllm_llumnix")
 BESIDE = ("llumsim", "benchmarks", "examples", "tests")
 """Folders of one budget each."""
 FILE_LINES = 450
-"""Of a product file."""
+"""Most lines of a product file."""
 FOLDER_FILES = 15
-"""Of a product folder, without `__init__.py`."""
+"""Most files of a product folder, without `__init__.py`."""
 FAR = 2.0
 """A test folder that takes this many times its minutes on a machine of usual speed fails `make test`."""
 ROUND = 50
@@ -59,7 +59,7 @@ def _sources() -> Iterator[Path]:
 
 
 def faults(found: Mapping[str, Table], allowed: Mapping[str, Table]) -> list[str]:
-    """One sentence for each budget that is exceeded."""
+    """Names each budget that is exceeded, a sentence each."""
     standard = {"lines": 0, "files": FOLDER_FILES, "long": FILE_LINES}
     unit = {"lines": "lines", "files": "files", "long": "lines"}
     return [

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "llumlet/contract/proto/llumlet.proto"
 SHOWN = ("Reason", "InstanceStatus")
-"""What is shown of messages and enums: people meet these names in refusals, formulas and `llumnix status`."""
+"""Messages and enums that the page shows: people meet these names in refusals, formulas and `llumnix status`."""
 
 HEAD = """\
 # gRPC

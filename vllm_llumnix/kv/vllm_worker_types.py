@@ -102,7 +102,7 @@ class ModelRunner(Protocol):
     model: torch.nn.Module
     kv_cache_config: KVCacheConfig
     kv_caches: Sequence[Any]
-    """One tensor or several for each layer."""
+    """KV caches by layer: a tensor each, or several."""
 
 
 class CompilationConfig(Protocol):

@@ -28,7 +28,7 @@ FILE, DEVICE = "STEPS_FILE", "STEPS_DEVICE"
 
 
 class Batch(NamedTuple):
-    """What a step computes, in the terms of `llumsim.engine.step_model`."""
+    """Work of one step, in the terms of `llumsim.engine.step_model`."""
 
     prefill_tokens: int
     pairs: int

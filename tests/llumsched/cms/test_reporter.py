@@ -132,7 +132,7 @@ async def test_instances_of_a_large_cluster_report_less_often(
 
 
 async def test_busy_instances_keep_the_pace_of_their_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is new waits for its turn, and the newest is sent."""
+    """A change waits until the next report is due, which tells the newest state."""
     monkeypatch.setattr(embedded_module, "MOST_STATUSES_PER_S", 20.0)
     async with embedded_store() as store:
         load, seen = Load(), Seen()

@@ -88,7 +88,7 @@ async def test_single_group_is_told_for_simple_scalers(client: Client) -> None:
 
 
 async def test_the_manifest_for_keda_asks_for_what_is_answered(client: Client) -> None:
-    """That of docs/operate/scaling.md, with a model's name put in."""
+    """Checks the manifest of docs/operate/scaling.md, with a model's name put in."""
     text = (ROOT / "docs" / "operate" / "scaling.md").read_text()
     (manifest,) = (yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "keda.sh" in one)
     assert (manifest["apiVersion"], manifest["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
